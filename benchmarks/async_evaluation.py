@@ -1,4 +1,4 @@
-"""Measure the cost of evaluations for training: on a spare worker, in the loop, and without evaluations.
+"""Measure how much evaluations slow down training: on a spare worker, in the loop, and without evaluations.
 
     python benchmarks/async_evaluation.py [--rounds 5] [--steps 60] [--every 20] [--workers 1]
 
@@ -52,7 +52,7 @@ WAYS = {
 
 
 def train(recipe: Path, run: Path, way: str, every: int) -> tuple[float, str, int]:
-    """Train once; return the seconds after the first log line, the sha256 of the weights, and spare evaluations."""
+    """Train once; return the seconds after the first log line, the weights' sha256, and the spare evaluations."""
     overrides = [f"run={run}", f"pretrain.evaluate_every={every}", *WAYS[way]]
     command = [sys.executable, "-m", "jobs", "run", str(recipe), *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Measure the cost of large placement groups for Ray's head and the driver, on simulated resources.
+"""Measure the cost of large placement groups for Ray's head node and the driver, on simulated resources.
 
     nice -n 5 .venv/bin/python -m benchmarks.bundles 64 512 2048 8000
     nice -n 5 .venv/bin/python -m benchmarks.bundles 64 512 2048 8000 --bundle 1      # as if no node had room for two
@@ -47,14 +47,14 @@ class Answerer:
     """Actor that replaces the agents of a quarter of the nodes."""
 
     def poll(self, wait_s: float) -> NodeReport:
-        """Answer like an agent with eight workers."""
+        """Respond like an agent with eight workers."""
         time.sleep(wait_s)
         place = PhaseReport(812, "reduce", 1200, "")
         return NodeReport(1, [WorkerState(rank, 4711, place=place) for rank in range(8)])
 
 
 def heartbeat_cpu_ms(actors: list[Any], nodes: int) -> float:
-    """Return the driver's CPU time for a round of polls, one per node, that are answered within a second."""
+    """Return the driver's CPU time for a round of polls, one per node; each gets a response within a second."""
     began = time.process_time()
     answers = [call_actor(actors[node % len(actors)], "poll", 1.0) for node in range(nodes)]
     wait(answers)

@@ -5,7 +5,7 @@
 
 Each contender runs once per round, in rotated order, on the same state. The tables show medians over the rounds, and
 ratios to the raw disk (for saves, also to a raw write that bypasses the page cache). All workers start together, after
-the disk has finished the work of the previous turn, and a time ends when the last worker is done.
+the disk has finished the work of the previous turn, and a measurement ends when the last worker is done.
 
 Saves. Raw: the same bytes written from memory with fsync, through the page cache and, like ours, bypassing it. Ours,
 loop blocked: the copy to host memory, and the commit after all files are written; until durable: until the folder is
@@ -18,8 +18,8 @@ file into existing memory. Ours: choose the checkpoint, and fill master weights 
 also gather the compute weights from all workers. "As before": rank 0 reads and hashes every file while the others wait,
 and then all workers load.
 
-Changed worlds: the number of files that a worker opens, and the bytes that it hashes, if a different number of workers
-has saved the checkpoint.
+Changed world size: the number of files that a worker opens, and the bytes that it hashes, if a different number of
+workers has saved the checkpoint.
 """
 
 import argparse
@@ -85,7 +85,7 @@ class Contenders:
         self.number = 0  # number of the round
 
     def settle(self) -> None:
-        """Flush the disk, including the space of deleted files, which is freed at the next flush."""
+        """Flush the disk, so that the space of deleted files is freed, too."""
         dist.barrier()
         if self.rank == 0:
             os.sync()
@@ -101,7 +101,7 @@ class Contenders:
         self.add(row, time.monotonic() - began)
 
     def add(self, row: str, seconds: float) -> None:
-        """Record a time, except in the first round, which warms up caches and allocators."""
+        """Record a duration, except in the first round, which warms up caches and allocators."""
         if self.number:
             self.rows.setdefault(row, []).append(seconds)
 
@@ -191,7 +191,7 @@ class Contenders:
     # -------------------------------------------------------------------- loads
 
     def load_raw(self, where: str) -> None:
-        """Read this worker's file of our checkpoint into existing memory."""
+        """Read this worker's file from our checkpoint into existing memory."""
         path = committed(self.folder / "ours")[0] / f"rank-{self.rank:05d}.safetensors"
         memory = memoryview(bytearray(path.stat().st_size))
         with self.timed(f"raw read, {where}"), open(path, "rb", buffering=0) as file:
@@ -261,7 +261,7 @@ def prepare_file(path: Path, where: str) -> None:
 
 
 def engine_of(task: dict[str, Any]) -> Engine:
-    """Return an engine with allocated state."""
+    """Return an engine whose optimizer state is allocated."""
     changes = {"depth": task["depth"]} if task["depth"] else {}
     config = models.config_of(task["model"], 224, 1000, **changes)
     model = models.from_config(config, torch.Generator().manual_seed(0))
@@ -317,7 +317,7 @@ def save_once(task: dict[str, Any]) -> None:
 
 
 def load_and_count(task: dict[str, Any]) -> list[tuple[int, float, float]]:
-    """Load a checkpoint; return for each worker the number of opened files, and the megabytes read and hashed."""
+    """Load a checkpoint; return, for each worker, the number of files opened and the megabytes read and hashed."""
     join_group(600)
     engine = engine_of(task)
     folder = committed(Path(task["folder"]) / "ours")[0]
@@ -339,7 +339,7 @@ def in_a_group(function: Callable[[dict[str, Any]], Any], workers: int, task: di
 
 
 def print_table(rows: Rows, kind: str, *bare_rows: str) -> None:
-    """Print the rows of one kind, with their ratios to each row of the raw disk."""
+    """Print the rows of one kind, with their ratios to each raw-disk row."""
     heads = "".join(f" ratio to {bare} |" for bare in bare_rows)
     print(f"\n| {kind} | median s | min | max |{heads}\n|---|--:|--:|--:|{'--:|' * len(bare_rows)}")
     for row, seconds in rows.items():

@@ -1,4 +1,4 @@
-"""Measure the time and the bytes from an empty cache to the first batches of a set in an object store.
+"""Measure the time and traffic from an empty cache to the first batches of a data set in an object store.
 
     python -m benchmarks.cold_start              # alternates between ranges, whole shards, and a full cache
 
@@ -72,7 +72,7 @@ for count, batch in enumerate(loader, 1):
 
 @dataclass(frozen=True)
 class RangeAnswer:
-    """Response of S3 to a range request, before the bytes."""
+    """S3's response to a range request, without the body."""
 
     first: int
     length: int  # bytes
@@ -80,7 +80,7 @@ class RangeAnswer:
     status: int = 206
 
     def getheaders(self) -> list[tuple[str, str]]:
-        """The header's fields."""
+        """The header fields."""
         last = self.first + self.length - 1
         return [
             ("Content-Length", str(self.length)),
@@ -103,7 +103,7 @@ class Link(Proxy):
         self.fault = self.wait
 
     def handler(self) -> type[http.server.BaseHTTPRequestHandler]:
-        """Request handler class that answers ranges of known objects like S3."""
+        """Return a request handler class that serves ranges of known objects like S3."""
         files = self.files
 
         class Handler(super().handler()):  # type: ignore[misc]
@@ -120,7 +120,7 @@ class Link(Proxy):
         return Handler
 
     def wait(self, path: str) -> None:
-        """Sleep for the latency before a read is answered."""
+        """Sleep for the latency before responding to a read."""
         time.sleep(LATENCY_S)
 
     def send(self, piece_bytes: int) -> None:
@@ -139,7 +139,7 @@ class Link(Proxy):
 
 @dataclass(frozen=True)
 class Moment:
-    """Time and traffic until some batch was available."""
+    """Time and traffic until a batch was available."""
 
     seconds: float
     sent_mb: float
@@ -159,14 +159,14 @@ def pictures() -> list[bytes]:
 
 
 def fill(cache: Path, local: Index) -> None:
-    """Put every shard into a cache."""
+    """Copy every shard into a cache."""
     cache.mkdir(parents=True)
     for number, shard in enumerate(local.shards):
         os.link(local.location(number), cache / f"{shard.sha256}.tar")
 
 
 def measure(link: Link, index: Path, folder: Path, way: str) -> list[Moment]:
-    """Start a loader with the cache `folder/cache`, and return the moments of its first and its tenth batch."""
+    """Start a loader with the cache `folder/cache`; return time and traffic until its first and its tenth batch."""
     link.begin()
     words = [sys.executable, "-P", "-c", LOADER, str(index), str(folder / "cache"), way, str(BATCH), str(BATCHES)]
     tree = Path(__file__).parents[1]

@@ -133,9 +133,9 @@ def comments_of(kind: Kind) -> dict[str, str]:
 def sections_of(
     kind: Kind, defaults: ConfigDataclass | None = None, prefix: str = "", outer: str = "forbid"
 ) -> Iterator[Section]:
-    """Iterate the sections of a config, beginning with the config itself.
+    """Yield the sections of a config, beginning with the config itself.
 
-    `defaults` are those of a stage, if it has any; `outer` is the resume tag of a class without tags.
+    `defaults` are a stage's defaults, if it has any; `outer` is the resume tag for a class without tags.
     """
     texts = meanings(kind)
     hints = get_type_hints(kind)

@@ -1,6 +1,6 @@
-"""Data loaders that loader.py compares: each yields endless batches of 224-pixel crops from tar shards.
+"""The data loaders that loader.py compares: each yields endless batches of 224-pixel crops from tar shards.
 
-A loader is a function of the shards and of a shared folder, which it may fill with converted data before the timing.
+A loader is a function of the shards and a shared folder, in which it may store converted data before the timing.
 All crop in the same way: boxes follow tf.image.sample_distorted_bounding_box, drawn by our `inception_box` or by
 TensorFlow itself (tests/test_data/images/test_preprocess.py compares the two), and crops are resized without
 antialiasing if the library supports this. All read from the page cache, shuffle, flip and return uint8. Only DALI and
@@ -79,7 +79,7 @@ def random_box() -> BoxOf:
 
 
 def webdataset_with(decode, shards: list[str], processes: int = PROCESSES) -> Iterator:
-    """Yield batches of the usual webdataset pipeline: sequential tars, a shuffle buffer, decoding in Python."""
+    """Yield batches from the usual webdataset pipeline: sequential tars, a shuffle buffer, decoding in Python."""
     import numpy as np
     import torch
     import webdataset
@@ -99,7 +99,7 @@ def webdataset_with(decode, shards: list[str], processes: int = PROCESSES) -> It
 
 
 def with_pillow(data, box, flip):
-    """Crop and resize in one call, which reads only the necessary part of the decoded image."""
+    """Crop and resize with Pillow in one call, which reads only the necessary part of the decoded image."""
     import numpy as np
     from PIL import Image
 
@@ -120,7 +120,7 @@ def pillow(shards: list[str], folder: str, processes: int = PROCESSES) -> Iterat
 
 
 class InceptionCrop:
-    """Replacement of torchvision's RandomResizedCrop, whose boxes are larger: a mean area of 0.42 instead of 0.34.
+    """Replacement for torchvision's RandomResizedCrop, whose boxes are larger: a mean area of 0.42 instead of 0.34.
 
     Boxes are drawn as in all other contenders; torchvision crops and resizes.
     """
@@ -136,7 +136,7 @@ class InceptionCrop:
 
 
 def usual(shards: list[str], folder: str) -> Iterator:
-    """Yield batches of the documented webdataset pipeline: its Pillow decoder, torchvision transforms, a loader."""
+    """Yield batches from webdataset's documented pipeline: its Pillow decoder, torchvision transforms, a loader."""
     import webdataset
     from torchvision.transforms import v2
 
@@ -199,7 +199,7 @@ def tfrecords(shards: list[str], folder: str) -> list[str]:
 
 
 def tfdata(shards: list[str], folder: str, threads: int = PROCESSES) -> Iterator:
-    """big_vision's pipeline from TFRecord: input_pipeline.make_for_train, decode_jpeg_and_inception_crop|flip_lr.
+    """Yield batches from big_vision's TFRecord pipeline: make_for_train, decode_jpeg_and_inception_crop|flip_lr.
 
     Python only receives finished batches. Its 48 threads and 100 parallel calls are both `threads` here.
     """
@@ -251,7 +251,7 @@ def jpegs(shards: list[str]) -> list[bytes]:
 
 
 def grain(shards: list[str], folder: str) -> Iterator:
-    """Read from memory, because grain supports ArrayRecord and custom sources, but not tars."""
+    """Yield batches from grain, which reads from memory: it supports ArrayRecord and custom sources, but not tars."""
     from absl import flags
     from grain import python as pygrain
 
@@ -313,7 +313,7 @@ def energon(shards: list[str], folder: str) -> Iterator:
 
 
 def ffcv(shards: list[str], folder: str) -> Iterator:
-    """Re-encode the images into FFCV's own file format, at quality 90 and full size."""
+    """Yield batches from FFCV, after re-encoding the images into its own file format, at quality 90 and full size."""
     import numpy as np
     from ffcv.fields import RGBImageField
     from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
@@ -344,7 +344,7 @@ def ffcv(shards: list[str], folder: str) -> Iterator:
 
 
 def limit(shards: list[str], folder: str, decoder: str) -> Iterator:
-    """Time only a part of decoding (see decode.py), without a loader.
+    """Measure only a part of decoding (see decode.py), without a loader.
 
     Uses the same number of processes as the loaders, because sharing a core or its cache slows both down.
     """
@@ -376,7 +376,7 @@ def repeat_limit(shards: list[str], decoder: str, finished) -> None:
 
 
 def least(shards: list[str], folder: str, restarts: bool) -> Iterator:
-    """Do the minimum work of any loader with libjpeg-turbo and OpenCV.
+    """Do the minimum work that any loader with libjpeg-turbo and OpenCV must do.
 
     Each of two processes copies a sample's bytes from the tar, verifies their digest, draws crop and flip, decodes the
     crop, and resizes and mirrors it into shared memory. Headers are read in advance, labels are ignored, there is no
@@ -406,7 +406,7 @@ def least(shards: list[str], folder: str, restarts: bool) -> Iterator:
 
 
 def fill_places(index: Index, places: np.ndarray, connection: Connection) -> None:
-    """Fill each requested one of `places` (PLACES, BATCH, SIZE, SIZE, 3) with a batch, and confirm it."""
+    """Fill each requested element of `places` (PLACES, BATCH, SIZE, SIZE, 3) with a batch, and confirm it."""
     from mmap import ACCESS_READ, mmap
 
     import cv2
@@ -448,7 +448,7 @@ def fill_places(index: Index, places: np.ndarray, connection: Connection) -> Non
 
 @dataclass(frozen=True)
 class Contender:
-    """A loader, and the additional modules that it needs."""
+    """A loader to compare, and the additional modules that it needs."""
 
     batches: Callable[[list[str], str], Iterator]
     needs: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Compare ways to decode a JPEG crop to 224 × 224 pixels, in images per CPU-second, and their lower bounds.
+"""Compare ways to decode a JPEG crop to 224 × 224 pixels, in images per CPU-second, with each other and with limits.
 
     python benchmarks/decode.py --shards FOLDER [--python OTHER/bin/python] [--rounds 7]
 
@@ -58,13 +58,13 @@ Way = Callable[[list[Crop]], None]
 
 
 def read_photos(shards: list[str], marked: bool) -> list[bytes]:
-    """Read the photographs of some tars; with restart markers if `marked`."""
+    """Read the photographs from some tars; add restart markers if `marked` is True."""
     photos = [sample.read() for sample in tars(shards)]
     return [add_restarts(photo) or photo for photo in photos] if marked else photos
 
 
 def crops_of(photos: list[bytes], turn: int, region_of: RegionOf) -> list[Crop]:
-    """Draw a training crop of each photograph; the crops differ between turns."""
+    """Draw a training crop for each photograph; the crops differ between turns."""
     crops = []
     for number, photo in enumerate(photos):
         header = read_header(photo)
@@ -98,7 +98,7 @@ def codes_of_runs(data: bytes, box: Box) -> tuple[int, Box]:
 
 
 def eighths(start: int, length: int) -> tuple[int, int]:
-    """Return start and length at 1/8 scale of a span, without reading pixels that the span does not need."""
+    """Return a span's start and length at 1/8 scale, without reading pixels that the span does not need."""
     # libjpeg also reads one pixel around a region: from `start` − 1 at full scale, and an 8 × 8 block at 1/8 scale.
     first = -(-(start - 1) // 8) + 1
     stop = (start + length + 1) // 8 - 1
@@ -216,7 +216,7 @@ DECODERS = {
 
 
 def serve(shards: list[str]) -> None:
-    """Answer each line `[name, turn]` with the CPU-seconds per image; null if a library fails."""
+    """For each input line `[name, turn]`, print the CPU-seconds per image; null if a library fails."""
     cv2.setNumThreads(1)
     photos = cache(lambda marked: read_photos(shards, marked))
     for line in sys.stdin:
@@ -244,7 +244,7 @@ class Interpreter:
         self.child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
     def cpu_s(self, name: str, turn: int) -> float | None:
-        """Return the CPU-seconds per image of a decoder; raises ValueError if the process has ended."""
+        """Return a decoder's CPU-seconds per image; raises ValueError if the process has exited."""
         assert self.child.stdin is not None and self.child.stdout is not None, "both are pipes"
         print(json.dumps([name, turn]), file=self.child.stdin, flush=True)
         return json.loads(self.child.stdout.readline())
@@ -257,7 +257,7 @@ class Interpreter:
 
 
 def python_of(needs: str, other: str) -> str | None:
-    """Return the interpreter that has a module: this one, the other one, or None."""
+    """Return the Python interpreter that has a module: this one, the other one, or None."""
     if importlib.util.find_spec(needs) is not None:
         return sys.executable
     has = subprocess.run([other, "-c", f"import importlib.util as u; exit(u.find_spec({needs!r}) is None)"])

@@ -3,8 +3,8 @@
     python benchmarks/digest.py --shards FOLDER [--rounds 9]
 
 Each round reads and decodes the same photographs to 224-pixel crops, like a decoding process, and then computes the
-digest of each contender for a fresh copy of the same bytes, in the same process. Shares are medians of the shares
-within a round. A contender that is not installed is skipped.
+digest of each contender for a fresh copy of the same bytes, in the same process. Shares are medians of the per-round
+shares. A contender that is not installed is skipped.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def decoder_of(index: Index) -> Decoder:
 
 
 def loading_s(decoder: Decoder, steps: range) -> float:
-    """Return the CPU-seconds per image of reading and decoding, including the digest of every sample."""
+    """Return the CPU-seconds per image for reading and decoding, including the digest of every sample."""
     memory = bytearray(decoder.layout.bytes)
     start = time.process_time()
     for step in steps:
@@ -67,7 +67,7 @@ def loading_s(decoder: Decoder, steps: range) -> float:
 
 
 def digest_s(decoder: Decoder, steps: range, contender: Callable[[bytes, bytes], int]) -> float:
-    """Return the CPU-seconds per image of a digest of the same samples, each copied just before as in a reader."""
+    """Return the CPU-seconds per image for a digest of the same samples, each copied just before, as in a reader."""
     seconds = 0.0
     for step in steps:
         for _, shard, sample in zip(*decoder.order.batch(step), strict=True):

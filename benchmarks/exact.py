@@ -1,9 +1,9 @@
-"""Measure the cost of `exact_parts`: training steps with and without it, in turn, for several numbers of workers.
+"""Measure the cost of `exact_parts`: training steps with and without it, in turn, for several worker counts.
 
     OMP_NUM_THREADS=1 python benchmarks/exact.py [--model S/16] [--worlds 1 2 4] [--zero 2] [--rounds 9]
 
-All numbers of workers compute the same global batches. Ratios are medians of the ratios within a round. Memory is the
-peak of a worker, from runs of three steps with only one kind of engine.
+All worker counts compute the same global batches. Ratios are medians of the per-round ratios. Memory is a worker's peak
+in runs of three steps with only one kind of engine.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from pipeline.process_group import join_group
 
 
 def worker(task: dict[str, Any]) -> dict[str, Any]:
-    """Return the seconds of each step by kind of engine, the seconds of the sums, and this worker's peak memory."""
+    """Return the seconds of each step by kind of engine, the seconds of its sums, and this worker's peak memory."""
     join_group(600)
     engines = {kind: make(kind, task) for kind in task["kinds"]}
     seconds: dict[str, list[float]] = {kind: [] for kind in engines}

@@ -1,4 +1,4 @@
-"""Measure the memory of a set's features on each worker: gathered on all workers, as before, or streamed to rank 0.
+"""Measure the memory of a data set's features per worker: gathered on all workers, as before, or streamed to rank 0.
 
     OMP_NUM_THREADS=1 python benchmarks/features.py [--worlds 1 2 4] [--samples 60000] [--width 2048]
 

@@ -1,10 +1,10 @@
-"""Compare the accuracy after equal CPU time: `jobs new` and `jobs run` against timm's train.py with its defaults.
+"""Compare the accuracy of `jobs new` and `jobs run` with that of timm's default train.py after equal CPU time.
 
     python -m benchmarks.first_hour pytorch-image-models/train.py --python TIMM-VENV/bin/python --minutes 10
 
 train.py must be from the release of timm in the other environment, with validate.py next to it. Both sides use the
 same train and test parts of three sets:
-- photographs: 300 of ImageNet-1k, animals (ids 0 to 397) and things, a fifth of each held out;
+- photographs: 300 images from ImageNet-1k in two classes, animals (ids 0 to 397) and things, a fifth of each held out;
 - cifar10: 10,000 and 2,000 images, which ours reads as tars and train.py as class folders;
 - digits: UCI's 1,797 handwritten digits, at 32 px.
 
@@ -39,7 +39,7 @@ RECOVERY_STEPS = "1"  # steps between checkpoints of train.py; a step takes half
 
 
 def write_folders(samples: Iterable[Sample], folder: Path, names: list[str]) -> None:
-    """Write images as class folders."""
+    """Write images to one folder per class."""
     for number, sample in enumerate(samples):
         assert sample.labels
         path = folder / names[sample.labels[0]] / f"{number:05d}.{sample.extension}"
@@ -89,7 +89,7 @@ def cpu_seconds(command: list[str], folder: Path, limit_s: float | None = None) 
 
 
 def ours(place: str, folder: Path, minutes: float) -> tuple[float, float]:
-    """Return the accuracy and the CPU seconds of `jobs new` and `jobs run`."""
+    """Return the accuracy that `jobs new` and `jobs run` reach, and the CPU seconds that they use."""
     folder.mkdir()
     jobs = [sys.executable, str(ROOT / "jobs" / "__main__.py")]
     seconds = cpu_seconds([*jobs, "new", place, "--output", "recipe.yaml", "--minutes", str(minutes)], folder)
@@ -99,7 +99,7 @@ def ours(place: str, folder: Path, minutes: float) -> tuple[float, float]:
 
 
 def theirs(train_py: Path, python: str, images: Path, folder: Path, limit_s: float) -> tuple[str, float]:
-    """Return the accuracy and the CPU seconds of train.py, stopped after `limit_s` CPU seconds."""
+    """Return the accuracy and the CPU seconds of train.py, which is stopped after `limit_s` CPU seconds."""
     folder.mkdir()
     classes = str(len(list((images / "train").iterdir())))
     common = ["--data-dir", str(images), "--num-classes", classes, "--device", "cpu"]

@@ -67,7 +67,7 @@ def load(options: argparse.Namespace, row: str, seed: int) -> tuple[Campaign, St
 
 
 def overrides_of(fields: str) -> list[str]:
-    """Return "{a: {b: 1}}" as the overrides of the section."""
+    """Convert text such as "{a: {b: 1}}" to overrides of the section."""
     from omegaconf import OmegaConf
 
     values = OmegaConf.to_container(OmegaConf.create(fields))
@@ -115,7 +115,7 @@ def metrics_of(result: dict) -> dict[str, float]:
 
 
 def with_error(values: list[float], sign: str = "") -> str:
-    """Return the mean ± the standard deviation."""
+    """Format the mean ± the standard deviation."""
     mean = f"{statistics.mean(values):{sign}.2f}"
     if len(values) < 2:
         return mean

@@ -1,9 +1,9 @@
-"""Measure the cost of a CPU training step if malloc keeps freed memory, and if it returns it to the kernel.
+"""Measure the cost of a CPU training step with malloc keeping freed memory, and with malloc returning it to the kernel.
 
     OMP_NUM_THREADS=1 python -m benchmarks.freed_memory [--rounds 3] [--only B/16] [--thread]
 
-Each variant runs steps of the training loop without the loader (forward, backward, engine) on one worker, in a separate
-process, in turn. The table shows CPU seconds and page faults per step, as medians and for the most expensive step. With
+Each variant runs training steps without the loader (forward, backward, engine) on one worker. The variants take turns,
+each in a separate process. The table shows the median and the maximum of CPU seconds and page faults per step. With
 `--thread`, the loop does not run in the main thread, as under Ray.
 """
 
@@ -55,7 +55,7 @@ STEPS = 10  # steps to measure, after one that warms caches and allocators
 
 
 class Stepper:
-    """A model under the engine, and a micro-batch of black images."""
+    """A model wrapped by the engine, and a micro-batch of black images."""
 
     def __init__(self, row: Row, device: torch.device) -> None:
         cfg = TrainConfig(
@@ -89,7 +89,7 @@ class Steps(NamedTuple):
 
 
 def worker(row: Row, way: str) -> None:
-    """Print the cost of steps, in a worker process."""
+    """Measure and print the cost of training steps; runs in a worker process."""
     if way == GIVEN_BACK:
         process_group.keep_freed_memory = lambda: ""
     with tempfile.TemporaryDirectory() as folder:

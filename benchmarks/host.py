@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/host.py [--zero 1 2 3] [--precision bf16] [--before CHECKOUT] [--rounds 15]
 
 The model is H/14 at width 32 on one image of 28 px, on one worker: the step consists of hooks, buckets, norms,
-gathering, and optimizer calls. The contenders are separate processes, which run in turn in rotated order:
+all-gathers, and optimizer calls. The contenders are separate processes, which take turns in rotated order:
     torch    the same model, AdamW and clipping in plain torch
     stock    DeepSpeed with its defaults and the same optimizer
     ours     the engine of this checkout
@@ -57,7 +57,7 @@ class Contender:
         self.answer()
 
     def answer(self) -> float:
-        """Return the seconds that the worker reports."""
+        """Read the seconds that the worker reports."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:

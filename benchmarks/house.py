@@ -72,7 +72,7 @@ class Counts:
         return 1000 * number / self.lines
 
     def rows(self) -> dict[str, str]:
-        """Return the formatted numbers by the row names of docs/design/house.md."""
+        """Return the formatted numbers, keyed by the row names in docs/design/house.md."""
         # Ties are broken by the order in which files are read, which is sorted.
         folder, files = self.files_in_folder.most_common(1)[0]
         longest_file = max(self.file_lengths, key=self.file_lengths.__getitem__)
@@ -118,7 +118,7 @@ def python_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def count(paths: Iterable[Path]) -> Counts:
-    """Count all Python files of the paths together; raises SystemExit if there are none.
+    """Count metrics over all Python files at the paths together; raises SystemExit if there are none.
 
     Files that this version of Python cannot parse are reported and skipped.
     """
@@ -152,7 +152,7 @@ def count_comment_lines(source: str) -> int:
 
 
 def count_expressions(tree: ast.Module, counts: Counts) -> None:
-    """Add the metrics that are counted anywhere in a file: expressions, assignments, names, function lengths."""
+    """Add the metrics that are counted everywhere in a file: expressions, assignments, names, function lengths."""
     for node in ast.walk(tree):
         if isinstance(node, COMPREHENSIONS):
             counts.comprehensions += 1
@@ -190,7 +190,7 @@ def bound_name(node: ast.AST) -> str | None:
 
 
 def count_signatures(tree: ast.Module, counts: Counts) -> None:
-    """Add the public functions of a module and its classes, and how many of them use `Any` in annotations."""
+    """Count the public functions in a module and its classes, and those that use `Any` in annotations."""
     for function in functions_of_modules_and_classes(tree):
         is_dunder = function.name.startswith("__")
         if function.name.startswith("_") and not is_dunder:
@@ -200,7 +200,7 @@ def count_signatures(tree: ast.Module, counts: Counts) -> None:
 
 
 def functions_of_modules_and_classes(tree: ast.Module) -> Iterator[Function]:
-    """Yield the top-level functions of a module and the methods of its classes, but no nested functions."""
+    """Yield the top-level functions of a module and the methods of its classes, excluding nested functions."""
     for node in tree.body:
         if isinstance(node, Function):
             yield node
@@ -228,7 +228,7 @@ def says_any(annotation: ast.expr) -> bool:
 
 
 def own_files_imported_to_train() -> int:
-    """Return the number of files of the four packages that importing the training loop loads."""
+    """Return the number of files in the four packages that are loaded by importing the training loop."""
     # Use a separate process, because modules imported in this process would stay loaded.
     script = (
         "import sys, pipeline.train\n"
@@ -260,7 +260,7 @@ def is_extra(module: str) -> bool:
 
 
 def imported_by(path: Path, modules: Mapping[str, Path]) -> set[str]:
-    """Return our modules that a file imports anywhere, including inside functions and for type checking."""
+    """Return which of our modules a file imports anywhere, including inside functions and for type checking."""
     imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -279,7 +279,7 @@ def imported_by(path: Path, modules: Mapping[str, Path]) -> set[str]:
 
 
 def imports_of_extras(modules: Mapping[str, Path]) -> list[str]:
-    """Return every import of an extra by the core, as "importer → extra"; a folder's modules stand for it."""
+    """Return every import of an extra by the core, as "importer → extra"; packages themselves are not listed."""
     imports = []
     for module, path in modules.items():
         if is_extra(module):
@@ -315,7 +315,7 @@ def classes_by_name(modules: Mapping[str, Path]) -> dict[str, list[str]]:
 def untested_modules(modules: Mapping[str, Path], root: Path) -> list[str]:
     """Return the modules without a test file at the mirrored path: tests/test_a/b/test_c.py for a/b/c.py.
 
-    An `__init__.py` needs none.
+    An `__init__.py` needs no test file.
     """
     untested = []
     for module, path in modules.items():
@@ -332,7 +332,7 @@ def lines_of(names: Iterable[str], modules: Mapping[str, Path]) -> int:
 
 
 def centre_rows(root: Path, with_names: bool) -> dict[str, str]:
-    """Return the rows on core and extras: lines, import closures, repeated class names, and untested modules."""
+    """Return the rows about core and extras: lines, import closures, repeated class names, and untested modules."""
     modules = modules_in(root)
     core = [module for module in modules if not is_extra(module)]
     rows = {}
@@ -363,7 +363,7 @@ def centre_rows(root: Path, with_names: bool) -> dict[str, str]:
 
 
 def modules_of_a_worker(root: Path) -> set[str]:
-    """Return our modules that a worker of a small training run has imported, itself or in its fork server."""
+    """Return which of our modules a worker in a small training run has imported, itself or through its fork server."""
     with tempfile.TemporaryDirectory(prefix="house-") as folder:
         Path(folder, "sitecustomize.py").write_text(RECORD_IMPORTS)
         recipe = Path(folder, "small.yaml")
@@ -382,7 +382,7 @@ def modules_of_a_worker(root: Path) -> set[str]:
 def table(columns: dict[str, Counts], markdown: bool, more_rows: Mapping[str, str] | None = None) -> str:
     """Format one row per metric and one column per tree, as aligned text or as rows of a Markdown table.
 
-    `more_rows` contains metrics of only the first column.
+    `more_rows` contains additional metrics for the first column only.
     """
     headings = ["", *columns]
     lines = [headings]
@@ -402,7 +402,7 @@ def main() -> None:
     parser.add_argument("paths", nargs="*", type=Path, help="files and folders, counted together")
     parser.add_argument("--markdown", action="store_true", help="print rows of a Markdown table")
     parser.add_argument("--centre", action="store_true", help="count core and extras")
-    parser.add_argument("--names", action="store_true", help="with --centre: name what is counted")
+    parser.add_argument("--names", action="store_true", help="with --centre: print the counted names")
     parser.add_argument("--root", type=Path, default=ROOT, help="with --centre: another checkout")
     options = parser.parse_args()
     if options.centre:

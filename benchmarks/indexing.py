@@ -1,10 +1,10 @@
-"""Measure what indexing costs: CPU time of a sample and memory, for 200 tars of 1,000 samples, against another commit.
+"""Measure the cost of indexing against another commit: CPU time per sample, and memory, for 200 tars of 1,000 samples.
 
     git worktree add --detach /tmp/before 186a5c44
     python -m benchmarks.indexing --before /tmp/before
 
-Each tree indexes the same tars in a process of its own, in turn. The cost of a sample is the CPU time of that process
-without the imports, as the least of all rounds; memory is its largest resident set.
+Each checkout indexes the same tars in a separate process, in turn. The cost per sample is the CPU time of that process
+without the imports, as the minimum over all rounds; memory is the peak resident set size.
 """
 
 import argparse
@@ -37,7 +37,7 @@ print(json.dumps({"us": 1e6 * (cpu_s() - start) / index.samples, "mib": mib, "di
 
 
 def write_tars(folder: Path) -> None:
-    """Write the tars: handwritten digits of 32 × 32 pixels with ids, whose keys repeat from tar to tar."""
+    """Write the tars: handwritten digits of 32 × 32 pixels with class ids; the keys repeat from tar to tar."""
     images = [sample for sample in digits(True) if isinstance(sample.image, bytes)]
     members = []
     for number in range(SAMPLES):
@@ -50,7 +50,7 @@ def write_tars(folder: Path) -> None:
 
 
 def measure(tree: Path, tars: Path) -> dict[str, float | str]:
-    """Index the tars with the code of a tree; return µs of CPU per sample, MiB, and the digest."""
+    """Index the tars with a checkout's code; return CPU µs per sample, peak memory in MiB, and the digest."""
     with tempfile.TemporaryDirectory() as output:
         command = [sys.executable, "-c", INDEXING, str(tars), output]
         answer = subprocess.run(
@@ -61,7 +61,7 @@ def measure(tree: Path, tars: Path) -> dict[str, float | str]:
 
 
 def main() -> None:
-    """Print the cost of each round, then the least of all rounds."""
+    """Print the cost in each round, then the minimum over all rounds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, help="the tree of another commit")
     parser.add_argument("--rounds", type=int, default=5)

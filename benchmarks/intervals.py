@@ -40,7 +40,7 @@ def share(accuracy: float, samples: int, rng: np.random.Generator) -> tuple[floa
 def latent(
     level: float, spreads: tuple[float, ...], lengths: tuple[int, ...], rng: np.random.Generator
 ) -> tuple[float, tuple[float, float]]:
-    """Simulate correctness: level + a normal effect of each axis (run, draw, sample) + normal noise is above 0."""
+    """Simulate correctness: whether level + a normal effect per axis (run, draw, sample) + normal noise is above 0."""
     score = level + rng.normal(size=lengths)
     for axis, spread in enumerate(spreads):
         shape = [1] * len(lengths)
@@ -130,7 +130,7 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
 
 
 def coverage(repeat: Repetition, repetitions: int, rng: np.random.Generator) -> tuple[float, float]:
-    """Return the share of repetitions whose interval covers the truth, and the mean width."""
+    """Return the share of repetitions whose interval covers the true accuracy, and the intervals' mean width."""
     held = 0
     width = 0.0
     for _ in range(repetitions):

@@ -37,7 +37,7 @@ def points_of(grid: str) -> np.ndarray:
 
 
 def holds(case: Case, seed: int, draws: int) -> Iterator[tuple[str, bool]]:
-    """Yield for each quantity whether its interval contains the true value in the study of a seed."""
+    """Simulate the study with this seed, and yield for each quantity whether its interval contains the true value."""
     x = points_of(case.grid)
     scaled = x / np.exp(np.log(x).mean(0))
     law = np.array(LAWS[case.law])

@@ -66,7 +66,7 @@ def middle(image: np.ndarray) -> np.ndarray:
 
 
 def several(image: np.ndarray, rng: np.random.Generator) -> bytes:
-    """Return a random crop, maybe mirrored, at a smaller size, lower quality and slightly different brightness."""
+    """Return a random crop, possibly mirrored, with a smaller size, lower quality and slightly different brightness."""
     changed = crop(image, rng, 0.6)
     if rng.uniform() < 0.5:
         changed = changed[:, ::-1]
@@ -157,12 +157,12 @@ def searched(train: Index, test: Index, folder: Path, workers: int) -> tuple[Lea
 
 
 def bound_of(found: int, trials: int) -> float:
-    """Return the one-sided 95 % upper bound of a rate (Clopper & Pearson 1934)."""
+    """Return the one-sided 95 % upper bound on a rate (Clopper & Pearson 1934)."""
     return float(betaincinv(found + 1, trials - found, 0.95))
 
 
 def bound_of_pairs(found: int, photographs: int) -> float:
-    """Return the upper bound of the rate among all pairs of these photographs."""
+    """Return the upper bound on the rate among all pairs of these photographs."""
     trials = photographs // 2
     pairs = photographs * (photographs - 1) // 2
     return bound_of(math.ceil(found * trials / pairs), trials)
@@ -171,7 +171,7 @@ def bound_of_pairs(found: int, photographs: int) -> float:
 def show(leaks: Leaks, originals: list[str], draws: int, side: str) -> None:
     """Print how many copies of each kind were paired with their original, and the false pairs.
 
-    `side` is the side of the copies.
+    `side` is the side of the search on which the copies are.
     """
     hits = Counter()
     false = []

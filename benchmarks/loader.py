@@ -48,7 +48,7 @@ def tree_cpu_s() -> float:
 
 
 def serve(name: str, shards: list[str], folder: str, images: int) -> None:
-    """For each input line, load some images, and answer with the images per CPU-second."""
+    """For each input line, load some images, and print the images per CPU-second."""
     batches = CONTENDERS[name].batches(shards, folder)
     for _ in range(-(-WARM_UP // BATCH)):
         next(batches)
@@ -64,7 +64,7 @@ def serve(name: str, shards: list[str], folder: str, images: int) -> None:
 
 
 def interpreter_of(name: str, other: str) -> str | None:
-    """Return the interpreter with the modules of a contender: this one, the other one, or None."""
+    """Return the Python interpreter that has a contender's modules: this one, the other one, or None."""
     needs = CONTENDERS[name].needs
     if all(importlib.util.find_spec(module.partition(".")[0]) for module in needs):
         return sys.executable
@@ -98,7 +98,7 @@ def start(args: argparse.Namespace, folder: str) -> dict[str, subprocess.Popen[s
 
 
 def answer(child: subprocess.Popen[str]) -> str:
-    """Return the next output line of a contender; "" if it has ended."""
+    """Return a contender's next output line; "" if the contender has exited."""
     assert child.stdout is not None, "it is a pipe"
     return child.stdout.readline().strip()
 

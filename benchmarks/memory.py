@@ -1,4 +1,4 @@
-"""Compare the memory need reported by `plan` with the peak of torch's allocator in real training steps, on CPU.
+"""Compare the memory need that `plan` reports with the peak of torch's allocator in real training steps on a CPU.
 
     python -m benchmarks.memory                   # all configurations; the lines of the table in benchmarks/README.md
     python -m benchmarks.memory 0:15              # the first 15
@@ -112,7 +112,7 @@ CASES = (
 
 
 def measured(case: Case) -> int:
-    """Return the peak of bytes allocated on rank 0, from building the model to the end of two steps."""
+    """Return the peak number of bytes allocated on rank 0, from building the model to the end of two steps."""
     # Import before forking, because imports take longer than the steps.
     import_deepspeed()
     counting_allocator()
@@ -138,7 +138,7 @@ def measured(case: Case) -> int:
 
 @functools.cache
 def counting_allocator() -> ctypes.CDLL:
-    """Build and load the counting allocator, once for this process and its forks."""
+    """Build and load the counting allocator, once for this process and its forked children."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise RuntimeError("no C++ compiler (g++, c++): cannot build the counting allocator; install one")

@@ -132,7 +132,7 @@ def annotation_places(tree: ast.AST) -> set[tuple[int, int]]:
 
 
 def mutants_of(path: str) -> dict[tuple[Any, str], list[Mutant]]:
-    """Return all mutants of a file by place and kind of change, not numbered yet."""
+    """Return all mutants of a file, not yet numbered, keyed by place and kind of change."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.operators.provider import OperatorProvider
 
@@ -215,7 +215,7 @@ def draw(folder: Path, seed: int) -> None:
 
 
 class Measuring:
-    """pytest plugin that records the seconds of each test, and the covered lines of the scope in this process."""
+    """pytest plugin that records the seconds of each test, and the lines in scope that this process has covered."""
 
     def __init__(self, copy: Path) -> None:
         import coverage
@@ -283,7 +283,7 @@ def files_of(tests: list[str]) -> list[str]:
 def in_a_fork(copy: Path, work: Any, limit_s: float) -> Any:
     """Run `work()` in a forked child in the copy's folder, and return its result, or None after the time limit.
 
-    All processes with the child's mark are killed, so that a hung worker does not block the benchmark.
+    All processes marked as the child's are killed, so that a hung worker does not block the benchmark.
     """
     scratch = copy.parent / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -398,7 +398,7 @@ def tests_for(mutant: Mutant, tests: dict[str, Any], seconds_a_mutant: float) ->
 
 
 def run(folder: Path, paths: list[str], seconds_a_mutant: float) -> None:
-    """Write results.json: the failed test of every mutant, "" if none failed, or "hang" after a time-out."""
+    """Write results.json: the test that failed for each mutant, "" if no test failed, or "hang" after a timeout."""
     copy = copy_of_the_repository(folder)
     import_what_takes_long()
     mutants = [Mutant(**row) for row in json.loads((folder / "mutants.json").read_text())]

@@ -1,4 +1,4 @@
-"""Mutation testing of the extras: draw random small faults in the `extras/` folders, and run their tests against each.
+"""Mutation testing of the extras: draw random small faults in the `extras/` folders, and run the tests against each.
 
     python -m benchmarks.mutation_extras draw --out FOLDER [--seed 41] [--count 200] [PREFIX ...]   # mutants.json
     nice python -m benchmarks.mutation_extras run --out FOLDER [PREFIX ...]    # results.json; resumes if interrupted
@@ -87,7 +87,7 @@ def is_constant(node: ast.AST, value: object) -> bool:
 
 
 def places_of(path: str) -> list[tuple[ast.AST, list[ast.AST | None]]]:
-    """Return the nodes of a file that can be changed, outside of annotations and f-strings, with their replacements."""
+    """Return the nodes of a file that can be mutated, outside annotations and f-strings, with their replacements."""
     skipped: set[int] = set()
     tree = ast.parse((ROOT / path).read_text())
     for node in ast.walk(tree):
@@ -108,7 +108,7 @@ def places_of(path: str) -> list[tuple[ast.AST, list[ast.AST | None]]]:
 
 
 def mutated(path: str, node: Any, replacement: ast.AST | None) -> tuple[str, str]:
-    """Return the text of the file with the replacement, and the replacement."""
+    """Return the text of the file with the node replaced, and the text of the replacement."""
     lines = (ROOT / path).read_text().encode().splitlines(keepends=True)
     first = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
     last = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
@@ -145,7 +145,7 @@ def draw(folder: Path, seed: int, count: int, prefixes: list[str]) -> None:
 
 
 def test_files_of(path: str) -> list[str]:
-    """Return the test files of a module: the mirrored one, those that import the module, and those of its folder."""
+    """Return the test files of a module: the mirrored file, files that import it, and files in the same folder."""
     package, *folders, name = Path(path).parts
     mirrored = Path("tests", f"test_{package}", *folders, f"test_{name}")
     module = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")

@@ -3,9 +3,9 @@
     python benchmarks/order.py
 
 Each number is a ratio to a full shuffle (1.00 is equally good; `docs/design/order.md` defines the terms):
-  labels    if each ten shards hold one class: how far a batch's class distribution is from the data's
-  mixing    how many batches away a sample of epoch 0 is in epoch 1
-  together  how often two samples of a shard that shared a batch share one again in the next epoch
+  labels    how far a batch's class distribution is from that of the data, if each group of ten shards holds one class
+  mixing    by how many batches a sample's position in epoch 1 differs from its position in epoch 0
+  together  how often two samples from one shard that shared a batch share a batch again in the next epoch
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAMPLES = 1000  # per shard
 
 
 def epoch(order: Order, number: int) -> np.ndarray:
-    """Return the sample ids (0 … N−1) of an epoch's full batches, (steps, batch)."""
+    """Return the sample ids (0 … N−1) of an epoch's full batches, as an array (steps, batch)."""
     steps_per_epoch = order.samples_per_epoch / order.batch_size
     steps = range(int(number * steps_per_epoch) + (number > 0), int((number + 1) * steps_per_epoch))
     batches = (order.batch(step) for step in steps)

@@ -62,7 +62,7 @@ def pauses(folder: Path) -> list[tuple[int, list[float], str]]:
 
 
 def main() -> int:
-    """Print one row per attempt, and the sums."""
+    """Print one row per attempt, and the totals."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pauses", description=__doc__)
     parser.add_argument("stage", type=Path, help="folder of a stage, such as runs/digits/pretrain-1a2b3c4d")
     rows = pauses(parser.parse_args().stage)

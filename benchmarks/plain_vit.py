@@ -3,8 +3,8 @@
     git worktree add ../before COMMIT
     python -m benchmarks.plain_vit ../before [--model S/16] [--rounds 12]
 
-Each round runs both checkouts, one after the other and in alternating order, each in its own process with one thread.
-A step is a forward and a backward pass in float32. Time is that of the CPU, which other processes disturb less.
+Each round runs both checkouts in alternating order, one at a time, each in a separate process with one thread.
+A step is a forward and a backward pass in float32. CPU time is measured, because other processes affect it less.
 """
 
 import argparse

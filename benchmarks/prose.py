@@ -1,11 +1,11 @@
-"""Count phrases that make a text read like a translation, per 10,000 words; docs/design/house.md has the goals.
+"""Count phrases that make text read like a translation, per 10,000 words; docs/design/house.md has the goals.
 
     python -m benchmarks.prose                    # docstrings and comments, messages and documents of this checkout
     python -m benchmarks.prose --sample 30 --seed 7   # random docstrings and messages, to be read without the code
     python -m benchmarks.prose OTHER/checkout     # docstrings, comments and documents of any Python project
 
-Four kinds of text are counted apart:
-1. docstrings and comments of the packages and, in a column of their own, of the tests;
+These kinds of text are counted separately:
+1. docstrings and comments in the packages and, in a separate column, in the tests;
 2. messages: string literals inside `raise`, `log(…)`, `print(…)` and calls with `help=`;
 3. documents: Markdown without its code blocks.
 
@@ -55,7 +55,7 @@ class Text:
 
 
 def docstrings(path: Path, tree: ast.Module, shown: Callable[[str], str] | None = None) -> Iterator[Text]:
-    """Yield the docstrings of a module, its classes and its functions; by default without names of code."""
+    """Yield the docstrings of a module, its classes and its functions; by default without names from code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node, clean=False)
@@ -67,7 +67,7 @@ def docstrings(path: Path, tree: ast.Module, shown: Callable[[str], str] | None 
 
 
 def comments(path: Path, source: str) -> Iterator[Text]:
-    """Yield comments: a comment after code is one text, and so is a block of consecutive comment lines."""
+    """Yield comments; a comment after code is one text, and so is a block of consecutive comment lines."""
     lines: list[str] = []
     first = last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -107,7 +107,7 @@ def messages(path: Path, tree: ast.Module) -> Iterator[Text]:
 
 
 def literal_text(expression: ast.expr) -> str:
-    """Return the words of a string; an ellipsis stands for each value of an f-string."""
+    """Return the words of a string; an ellipsis replaces each value in an f-string."""
     if isinstance(expression, ast.Constant) and isinstance(expression.value, str):
         return expression.value
     if isinstance(expression, ast.JoinedStr):
@@ -137,7 +137,7 @@ def without_code(text: str) -> str:
 
 
 def rates(texts: Iterable[Text]) -> dict[str, float]:
-    """Return how often each turn occurs per 10,000 words."""
+    """Return how often each phrase occurs per 10,000 words."""
     words = 0
     counts = dict.fromkeys(TURNS, 0)
     for text in texts:

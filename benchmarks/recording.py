@@ -1,4 +1,4 @@
-"""Record the first hour as text: type `new`, `run`, `report` and `export` into tmux, and write docs/first-hour.md.
+"""Record the commands of docs/first-hour.md: type `new`, `run`, `report` and `export` into tmux, and write the page.
 
     python -m benchmarks.recording --minutes 0.5
 
@@ -60,7 +60,7 @@ class Tmux:
         self.ask("wait-for", "prompt")
 
     def ask(self, *words: str) -> str:
-        """Run a tmux command, and return its output."""
+        """Run a tmux subcommand, and return its output."""
         done = subprocess.run(["tmux", "-S", self.socket, *words], capture_output=True, text=True, check=True)
         return done.stdout
 
@@ -90,7 +90,7 @@ def shortened(lines: list[str], first: int, last: int) -> str:
 
 
 def record(folder: Path, minutes: float) -> str:
-    """Type the commands, and return the page."""
+    """Type the commands into tmux, and return the text of the page."""
     images = [*digits(train=True, image_size=32), *digits(train=False, image_size=32)]
     write_folders(images, folder / "photos", [str(number) for number in range(10)])
     load = os.getloadavg()[0]

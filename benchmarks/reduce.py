@@ -48,7 +48,7 @@ def mean_of(world: int) -> Tensor:
 
 
 def error_in_a_ring(world: int, kind: str) -> float:
-    """Return the relative error of a ring in which each worker adds its gradient, divided by the world, to the sum."""
+    """Return the relative error of a ring reduction; each worker adds its gradient, divided by the world size."""
     total = torch.zeros(ELEMENTS, dtype=TYPES[kind])
     for rank in range(world):
         total += (gradient_of(rank).to(TYPES[kind]) / world).to(TYPES[kind])
@@ -67,7 +67,7 @@ def make(model: nn.Module, kind: str, task: dict[str, Any], clip: float) -> Engi
 
 
 def errors(task: dict[str, Any]) -> dict[str, float]:
-    """Return the error of the optimizer's mean gradient, by type of sum."""
+    """Return the error of the optimizer's mean gradient, by reduction dtype."""
     join_group(600)
     rank = dist.get_rank()
     expected = mean_of(dist.get_world_size())
@@ -88,7 +88,7 @@ def errors(task: dict[str, Any]) -> dict[str, float]:
 
 
 class Bytes:
-    """Count the bytes that a worker passes to reductions; installed before DeepSpeed looks the functions up."""
+    """Counter of the bytes that a worker passes to reductions; install it before DeepSpeed looks up the functions."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -105,7 +105,7 @@ class Bytes:
 
 
 def steps(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the seconds of each step and the bytes of one step, by type of sum."""
+    """Return the seconds of each step and the bytes of one step, by reduction dtype."""
     reduced = Bytes()
     join_group(600)
     engines = {}
@@ -136,7 +136,7 @@ def steps(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def all_reduces(task: dict[str, Any]) -> dict[str, list[float]]:
-    """Return the seconds of the backend's all-reduce of `elements` numbers, by type, measured in turn."""
+    """Return the seconds that the backend needs to all-reduce `elements` numbers, by dtype, measured in turn."""
     join_group(600)
     seconds: dict[str, list[float]] = {kind: [] for kind in TYPES}
     for number in range(task["rounds"] + 1):

@@ -4,12 +4,12 @@
     python -m benchmarks.replay samples --cases 100 --kind relabelled|saturated|nan|duplicated
     python -m benchmarks.replay examples --images FOLDER      the sets of docs/replay.md, in examples/ of this folder
 
-`flips`: a run of two workers in exact mode trains 500 steps with a commit every 5. For each case, two workers repeat
+`flips`: a run with two workers in exact mode trains 500 steps with a commit every 5. For each case, two workers repeat
 five steps with one bit flipped at a random step, worker, place and bit, and the audit compares them with the original
 steps. Clean stretches are repeated without a flip.
 
 `samples`: a network is trained until its loss on 2,048 patterns is small. For each case, a step of 1,024 samples is
-poisoned, and the search of `bisect` runs on it as in a worker. The seed and the case determine sample and fault.
+poisoned, and `bisect`'s search runs on it as in a worker. The seed and the case determine sample and fault.
 """
 
 import argparse
@@ -82,13 +82,13 @@ def task_of(folder: Path, shards: Path, cfg: TrainConfig, until: int | None = No
 
 
 def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
-    """Flip a bit of an element of a flat fp32 tensor."""
+    """Flip one bit in one element of a flat fp32 tensor."""
     view = tensor.view(torch.int32)
     view[element] ^= -(1 << 31) if bit == 31 else 1 << bit
 
 
 def train_cases(task: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train all cases in one process group, each with its fault, if any; return the flipped bits of both workers."""
+    """Train all cases in one process group, each with its fault, if any; return both workers' flipped bits."""
     destroy = dist.destroy_process_group
     dist.destroy_process_group = lambda: None  # type: ignore[assignment]
     fault: dict[str, Any] = {}
@@ -256,7 +256,7 @@ FAMILIES = 100
 
 
 def pattern(seed: int, rng: np.random.Generator, noise: float) -> tuple[bytes, int]:
-    """Return a noisy picture of a random class, and the class; the seed determines the appearance of classes."""
+    """Return a noisy image of a random class, and the class; the seed determines what the classes look like."""
     of_class = np.random.default_rng(seed).normal(size=(10, 4, 4, 3)).repeat(4, axis=1).repeat(4, axis=2)
     label = int(rng.integers(10))
     image = (128 + 45 * of_class[label] + noise * rng.normal(size=(16, 16, 3))).clip(0, 255).astype(np.uint8)
@@ -276,7 +276,7 @@ def patterns(seed: int) -> list[Sample]:
 
 
 def search_cases(task: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train the network, then search all cases; return the planted and the found samples."""
+    """Train the network, then search for the fault in each case; return the planted and the found samples."""
     destroy = dist.destroy_process_group
     dist.destroy_process_group = lambda: None  # type: ignore[assignment]
     began = time.monotonic()

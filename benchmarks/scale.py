@@ -1,16 +1,16 @@
-"""Measure the costs that grow with the number of workers or the length of a run, with files of many fake ranks.
+"""Measure the costs that grow with the number of workers or the length of a run, with files from many fake ranks.
 
     python -m benchmarks.scale                    # all, or some of them by name
 
-- look: CPU time of one round of the agents' reports in the driver, and their size. Between rounds, every fake rank
-  enters a new phase.
+- look: the driver's CPU time for one round of reports from the agents, and the size of the reports. Between rounds,
+  every fake rank enters a new phase.
 - metrics: the cost of `status` on a metrics.jsonl of a million steps.
 - manifest: rank 0's work for a commit: seal and read back a manifest of many files, and check every file.
 - restore: the number of files that workers open to load a checkpoint.
 - attempts: the cost of a restart after many attempts.
-- order: the cost of the ledger of a step.
-- index: the cost of a set of three billion samples for a worker and a decoding process, before and after its columns
-  were memory-mapped.
+- order: the cost of computing a step's ledger.
+- index: the cost of a data set with three billion samples for a worker and a decoding process, before and after the
+  index columns were memory-mapped.
 
 "Before" is the code of commit a5385cc (index: 3e7c59f), copied here or taken from git. Both run in turn; a ratio is the
 median of the per-round ratios.
@@ -90,13 +90,13 @@ class Opened:
         sys.addaudithook(self.hear)
 
     def hear(self, event: str, details: tuple[object, ...]) -> None:
-        """Handle an audit event of the interpreter."""
+        """Handle an audit event from the interpreter."""
         if event in ("open", "os.scandir", "os.listdir"):
             self.count += 1
 
 
 def cpu_ms(work: Callable[[], object]) -> float:
-    """Return the CPU time of a call in ms."""
+    """Return the CPU time of a call, in ms."""
     began = time.process_time()
     work()
     return 1000 * (time.process_time() - began)
@@ -111,7 +111,7 @@ def row(*cells: object) -> None:
 
 
 def report_of(node: int, entered: int) -> bytes:
-    """Return the serialised report of a node's agent on its workers."""
+    """Return the serialised report that a node's agent sends about its workers."""
     phase = ("data", "forward", "backward", "reduce")[entered % 4]
     workers = []
     for rank in range(node * WORKERS_OF_A_NODE, (node + 1) * WORKERS_OF_A_NODE):
@@ -171,7 +171,7 @@ print(time.process_time(), int(peak.split()[1]) / 1024)
 
 
 def write_metrics(path: Path, steps: int, log_every: int, attempts: int) -> None:
-    """Write the metrics of a stage with equally many steps in each attempt."""
+    """Write a stage's metrics, with the same number of steps in each attempt."""
     rng = random.Random(1)
     clock = 1.7e9
     names = ["lr", "images_per_s", "tflops_per_worker", "wait", "wait_storage", "wait_decode", "wait_transfer"]
@@ -226,7 +226,7 @@ def measure_manifest(folder: Path) -> None:
 
 
 def measure_one_manifest(checkpoint: Path, world: int) -> None:
-    """Print the row of one world; the write is in wall time, including fsync, and the rest in CPU time."""
+    """Print the row for one world size; the write is in wall time, including fsync, and the rest in CPU time."""
     checkpoint.mkdir()
     chunk_bytes = chunk_bytes_of(2**30)
     digests = "0" * DIGEST_LENGTH * (2**30 // chunk_bytes)
@@ -274,7 +274,7 @@ def measure_restore(folder: Path) -> None:
 
 
 def measure_one_restore(checkpoint: Path, files: dict[str, ChunkedRecord], next_world: int) -> None:
-    """Print the row of a worker that loads a checkpoint saved by a different number of workers."""
+    """Print the row for a worker that loads a checkpoint saved by a different number of workers."""
     part = len(files) * 16 // next_world
     rank = next_world // 3
     opened = {}
@@ -376,7 +376,7 @@ print(loaded - start, 1000 * (first - loaded), 10 * (done - first), held, in_dec
 
 
 def write_large_index(path: Path, shards: int, schema: int) -> None:
-    """Write an index of many nonexistent shards of 10,000 samples; schema 2 is that of the earlier code."""
+    """Write an index of many nonexistent shards of 10,000 samples; the earlier code used schema 2."""
     rows = []
     for number in range(shards):
         digests = [sha256(f"{kind} {number}".encode()).hexdigest() for kind in ("tar", "table")]
@@ -390,9 +390,9 @@ def write_large_index(path: Path, shards: int, schema: int) -> None:
 
 
 def measure_index(folder: Path) -> None:
-    """Load the index of a set and compute batches of 4,096, in a worker and in a decoding process, before and after.
+    """Load an index and compute batches of 4,096 in a worker and in a decoding process, with the old and the new code.
 
-    Private memory is not shared with other processes; another process keeps the same columns mapped all the time.
+    Private memory is not shared with other processes; another process keeps the same columns mapped throughout.
     """
     os.environ["PATCHLINE_CACHE"] = str(folder / "node")
     trees = {"before": folder / "before", "after": Path(__file__).parents[1]}

@@ -74,7 +74,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def measured(options: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Measure one model and image size after the other."""
+    """Yield the measurements of each model and image size."""
     device = torch.device("cpu")
     hardware = f"{processor()}, {torch.get_num_threads()} threads"
     if torch.cuda.is_available():
@@ -114,7 +114,7 @@ def speed_of(architecture: ModelConfig, device: torch.device, options: argparse.
 
 
 def fits(forward: Callable[[int], None], memory_gb: float, device: str, batch: int) -> bool:
-    """Return whether a batch fits. A CPU's process raises an error at the limit; the kernel would kill it."""
+    """Return whether a batch fits; on a CPU, a memory limit raises an error before the kernel kills the process."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     if device == "cpu":
         # The limit applies to VmData.
@@ -154,7 +154,7 @@ def largest_batch(is_possible: Callable[[int], bool], most: int) -> int:
 
 
 def figure_of(rows: Sequence[dict[str, object]], y: str, title: str) -> dict[str, object]:
-    """Return a figure of one column over the image size, with a line per model (jobs/extras/studies/figure.py)."""
+    """Return a figure of one column against the image size, with a line per model (jobs/extras/studies/figure.py)."""
     points = []
     for row in rows:
         value = float(str(row[y]))

@@ -68,7 +68,7 @@ Cost = tuple[float, float]  # CPU-seconds, seconds
 
 
 class Family:
-    """CPU time of a process and all its descendants, including those that have ended."""
+    """CPU time of a process and all its descendants, including those that have exited."""
 
     def __init__(self, command: list[str], checkout: Path, log: Path) -> None:
         self.seconds: dict[tuple[int, float], float] = {}  # (pid, start time) → CPU-seconds
@@ -94,7 +94,7 @@ class Family:
         return cost
 
     def end(self) -> Cost:
-        """Wait for the end of the command and all its descendants."""
+        """Wait until the command and all its descendants have exited; return the cost."""
         cost = self.cost()
         while psutil.Process().children():
             time.sleep(POLL_S / 10)
@@ -106,7 +106,7 @@ class Family:
 
 
 def rows(run: Path, stage: str, kind: str) -> Iterator[dict[str, object]]:
-    """Read a stage's records of one kind."""
+    """Yield a stage's records of one kind."""
     for path in run.glob(f"{stage}-*/metrics.jsonl"):
         for line in path.read_text().splitlines():
             with suppress(ValueError):  # the line is still being written
@@ -116,12 +116,12 @@ def rows(run: Path, stage: str, kind: str) -> Iterator[dict[str, object]]:
 
 
 def has_step(run: Path, stage: str, attempt: int) -> Callable[[], bool]:
-    """Return a condition: an attempt of the run has reported a step of a stage."""
+    """Return a function that returns whether an attempt of the run has reported a step of a stage."""
     return lambda: any(record["attempt"] == attempt for record in rows(run, stage, "train"))
 
 
 def costs_of_run(checkout: Path, folder: Path, backend: str) -> dict[str, Cost]:
-    """Run the recipe, kill a worker during training, and return the cost of each part."""
+    """Run the recipe, kill a worker during training, and return the cost of each part of the run."""
     run = folder / "run"
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder, backend=backend))
@@ -156,7 +156,7 @@ def cost_of_digits(checkout: Path, folder: Path, backend: str) -> dict[str, Cost
 
 
 def add_ranks(task: dict[str, object]) -> float:
-    """Sum the ranks of all workers with gloo."""
+    """All-reduce the sum of all workers' ranks with gloo."""
     import torch
     import torch.distributed as dist
 
@@ -168,7 +168,7 @@ def add_ranks(task: dict[str, object]) -> float:
 
 
 def time_attempts(count: int, backends: Sequence[str], folder: Path) -> None:
-    """Run worker groups of two with alternating backends, and print their times."""
+    """Run worker groups of two workers with alternating backends, and print their times."""
     from benchmarks.start import add_ranks  # workers import it by this name
     from jobs.cluster.ray import disconnect
     from jobs.cluster.worker_group import run_worker_group
@@ -250,7 +250,7 @@ def main() -> None:
 
 
 def print_table(measured: dict[str, dict[str, list[Cost]]]) -> None:
-    """Print the medians of all rounds, and of the ratios within a round."""
+    """Print the medians over all rounds, and the medians of the per-round ratios."""
     print("| what | CPU-s, other | CPU-s, this | other / this | s, other | s, this |\n|---|--:|--:|--:|--:|--:|")
     for what, costs in measured.items():
         this = costs["this"]

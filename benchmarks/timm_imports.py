@@ -1,4 +1,4 @@
-"""Count which of timm's pretrained Vision Transformers import, and write the table of docs/imports.md.
+"""Count how many of timm's pretrained Vision Transformers can be imported, and write the table of docs/imports.md.
 
     python -m benchmarks.timm_imports [--width native] [--seed 0]
 
@@ -39,7 +39,7 @@ FAMILIES = (  # name, pattern of timm's architectures; the first match counts
 
 @dataclass
 class Family:
-    """The counts of one row of the table."""
+    """The counts in one row of the table."""
 
     architectures: int = 0
     imported_architectures: int = 0

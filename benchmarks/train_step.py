@@ -1,4 +1,4 @@
-"""Time one training step of our models, timm and transformers, relative to the machine's matrix product speed.
+"""Time a training step of our, timm's and transformers' models, relative to the machine's matrix product speed.
 
     python -m benchmarks.train_step                          S/16 and B/16 on the CPU, fp32 and bf16
     python -m benchmarks.train_step --models L/16 H/14 --dtypes bf16 --batch 64       on a GPU
@@ -66,7 +66,7 @@ def fused_attention(name: str) -> torch.nn.Module:
 
 
 def timm_model(name: str, act_layer: str = "gelu") -> torch.nn.Module:
-    """timm's VisionTransformer, by default with its own erf GELU."""
+    """Build timm's VisionTransformer, by default with its own erf GELU."""
     from timm.models.vision_transformer import VisionTransformer
 
     c = models.config_of(name)
@@ -82,7 +82,7 @@ def timm_compiled(name: str) -> torch.nn.Module:
 
 
 def transformers_model(name: str) -> torch.nn.Module:
-    """transformers' ViT with fused attention."""
+    """Build transformers' ViT with fused attention."""
     from transformers import ViTConfig, ViTForImageClassification
 
     c = models.config_of(name)
@@ -148,7 +148,7 @@ def seconds(step: Step, device: str) -> float:
 
 
 def measure(setting: Setting, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each contender in each round, and those of the matrix product as "product"."""
+    """Return the seconds of each contender in each round, including the matrix product as "product"."""
     steps = {name: training_step(CONTENDERS[name], setting) for name in names}
     steps["product"], _ = product_step(setting)
     for _ in range(2):  # warm-up, and compilation

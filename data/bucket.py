@@ -3,8 +3,9 @@
 It relies on three guarantees of S3, Google Cloud Storage and Azure:
 1. an object appears completely or not at all, however its upload ends;
 2. a list or read after a completed put sees the object;
-3. if several clients create one name, exactly one succeeds: `If-None-Match: *` on S3 and Azure, `ifGenerationMatch=0`
-   on Google. `check_exclusive_create` tests this, because some stores that speak S3's protocol ignore the condition.
+3. if several clients create the same name, exactly one succeeds: `If-None-Match: *` on S3 and Azure,
+   `ifGenerationMatch=0` on Google. `check_exclusive_create` tests this, because some stores that speak S3's protocol
+   ignore the condition.
 
 The folder of sets; every name includes the attempt, so two attempts never share one:
     step-0000001200-000007/    published if it has a MANIFEST.json, created last, and no marker; else staged or dead
@@ -57,7 +58,7 @@ os.register_at_fork(after_in_child=forget_credentials)
 class Bucket:
     """A run's files below a URL; `local` is scratch space of this node and may be empty at any start.
 
-    `Folder` documents the methods that both classes have.
+    `Folder` documents the methods that both classes share.
     """
 
     is_shared: Literal[False] = False
@@ -78,7 +79,7 @@ class Bucket:
     def request(self, name: str, question: Callable[[Any, str], Answer]) -> Answer:
         """Return the result of `question(client, path)`, with retries.
 
-        Raises FileNotFoundError, DataError and StorageError, like `Retry.patiently`.
+        Raises FileNotFoundError, DataError and StorageError, as `Retry.patiently` does.
         """
         path = f"{self.path}/{name}".rstrip("/")
         return self.retry.patiently(self.address(name), lambda: question(client(self.scheme, TIMEOUT_S), path))
@@ -150,9 +151,11 @@ class Bucket:
         return sizes
 
     def s3_pages(self, folder: str) -> Iterator[dict[str, int]]:
-        """Iterate {path: size} of at most PAGE_OBJECTS each below a folder; every page is a request, retried alone.
+        """Yield {path: size} of the objects below a folder, in pages of at most PAGE_OBJECTS.
 
-        `find` makes three requests for an empty folder and one for each page, all of which would be retried together.
+        Each page is one request, which is retried separately.
+
+        `find` sends three requests for an empty folder and one for each page, all of which would be retried together.
         """
         bucket, _, prefix = f"{self.path}/{folder}".rstrip("/").partition("/")
         token: dict[str, str] = {}
@@ -183,7 +186,7 @@ class Bucket:
     def fetch(self, name: str, file: Path, size: int) -> None:
         """Download an object of `size` bytes to a local file, in pieces; the file appears when it is complete.
 
-        Raises FileNotFoundError if the object does not exist, StorageError, and OSError of the local disk.
+        Raises FileNotFoundError if the object does not exist, StorageError, and OSError from the local disk.
         """
         with atomic_file(file) as temporary, open(temporary, "wb") as local:
             while local.tell() < size:
@@ -191,7 +194,7 @@ class Bucket:
                 local.write(self.read_range(name, start, min(start + PIECE, size)))
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Return bytes start … stop−1 of an object; possibly only the first of them."""
+        """Return bytes start … stop−1 of an object, or fewer if the response ends early."""
         ask = partial(read_range, f"{self.url}/{name}", start, stop, TIMEOUT_S)
         return self.retry.patiently(self.address(name), ask)
 
@@ -249,7 +252,7 @@ class Bucket:
                 impatient.delete(files)
 
     def files_of_sets(self, folder: str) -> dict[str, set[str]]:
-        """Return {set name: file names} of every set, published or not."""
+        """Return {set name: file names} for every set in a folder, published or not."""
         sets: dict[str, set[str]] = {}
         for path in self.list(folder):
             *_, name, file = path.split("/")
@@ -337,7 +340,7 @@ class Bucket:
 
 
 def each(values: Iterable[Value], act: Callable[[Value], None]) -> None:
-    """Call `act` with each value in several threads; after all have ended, raise the first error."""
+    """Call `act` with each value in several threads; after all calls have finished, raise the first error."""
     with ThreadPoolExecutor(AT_ONCE) as threads:
         for future in [threads.submit(act, value) for value in values]:
             future.result()

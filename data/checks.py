@@ -1,4 +1,4 @@
-"""Checks that configs and commands share, and safe printing of names from outside.
+"""Checks shared by configs and commands, and safe printing of untrusted names.
 
 Names from recipes become folders and files, so `check_name` allows only letters, digits, `.`, `_` and `-`. Names inside
 tars and folders may contain anything: they are used unchanged, and `printable` escapes them for the terminal. Names
@@ -41,11 +41,11 @@ def check_name(name: object, what: str, remedy: str) -> None:
 
 
 def check_file_name(name: object, source: str, *, folders: bool = True) -> str:
-    """Return a file name from outside, after checking that it stays inside the folder it will be joined to.
+    """Return an untrusted file name, after checking that it stays inside the folder to which it will be appended.
 
     Every name from a bucket, record, manifest, claim or another machine passes this check before it becomes a path.
-    Raises DataError, which begins with `source`, for absolute names, `..`, `.`, `//`, NUL, and parts that no Linux file
-    system accepts; without `folders` also for names with a slash.
+    Raises DataError, whose message begins with `source`, for absolute names, `..`, `.`, `//`, NUL, and parts that no
+    Linux file system accepts; without `folders` also for names with a slash.
     """
     is_inside = isinstance(name, str) and "\0" not in name
     if is_inside and isinstance(name, str):
@@ -67,7 +67,7 @@ def check_file_name(name: object, source: str, *, folders: bool = True) -> str:
 
 
 def check_sha256(digest: object, source: str) -> str:
-    """Return a sha256 from outside that becomes part of a file name. Raises DataError unless it is 64 hex digits."""
+    """Return an untrusted sha256 that becomes part of a file name. Raises DataError unless it is 64 hex digits."""
     if isinstance(digest, str) and SHA256.fullmatch(digest):
         return digest
     raise DataError(
@@ -77,7 +77,7 @@ def check_sha256(digest: object, source: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Escape every character that could control a terminal: `\x1b[2J`, `\n`, `\u202e`."""
+    r"""Escape every character that could control a terminal, such as `\x1b[2J`, `\n`, `\u202e`."""
     if text.isprintable():
         return text
     shown = ""
@@ -87,14 +87,14 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Escape each line of a text by `printable`; line breaks stay."""
+    """Escape each line of a text with `printable`; line breaks are kept."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def redacted(url: str) -> str:
     """Return the URL without user, password, query and fragment, because each may contain a secret.
 
-    In the URL of a store, `?` and `#` are letters of a key, unless `name=value` follows the `?`, as in a signed URL.
+    In an object store's URL, `?` and `#` are part of the key, unless `name=value` follows the `?`, as in a signed URL.
     """
     parts = urlsplit(url)
     if not parts.scheme:
@@ -110,12 +110,12 @@ def redacted(url: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Join the lines of a text by semicolons."""
+    """Join the lines of a text with semicolons."""
     return "; ".join(map(str.strip, text.splitlines()))
 
 
 def few(texts: Sequence[str], most: int = 4, more: str = " and {} more") -> str:
-    """Join the first `most` texts with commas; if there are others, append their number in the format `more`."""
+    """Join the first `most` strings with commas; if there are more, append how many, in the format `more`."""
     line = ", ".join(texts[:most])
     if len(texts) > most:
         line += more.format(len(texts) - most)

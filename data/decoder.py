@@ -7,7 +7,7 @@ How a task is processed:
 3. For every slot, the reader returns the bytes of the sample. The random numbers for crop, flip and distortion come
    from a key of the seed and the sample's id (epoch, shard, sample), so they do not depend on the process.
 4. The pixels, labels and ids are written into the row of the slot.
-5. A bad sample is replaced by the next good one of its lane. The result names every bad sample.
+5. A bad sample is replaced with the next good one in its lane. The result names every bad sample.
 6. The result, `Done`, goes back through the pipe: the bad samples, and the time spent reading and decoding.
 
     DecodeTask(step=7, first=12, stop=16), with up to two labels per sample and images of 224 pixels, fills
@@ -15,15 +15,15 @@ How a task is processed:
     and returns Done(bad=(BadSample("train-000021.tar", "n0144", "truncated"),), storage_s=0.002, decode_s=0.05)
 
 The process runs `python -m data.decoder CONNECTION MEMORY` with two inherited file descriptors. It does not import
-torch, holds nothing that needs cleaning up, and ends when its loader ends. The loader controls it by `DecoderProcess`:
+torch, needs no cleanup, and exits when its loader exits. The loader controls the process through `DecoderProcess`:
 
-1. `start` starts the process with one end of a socket pair and a piece of anonymous memory.
+1. `start` starts the process with one end of a socket pair and a block of anonymous memory.
 2. `send_decoder` sends the decoder: index, order, sizes, seed.
-3. `submit` sends a task and a free place in the shared memory.
+3. `submit` sends a task and the offset of a free slot in the shared memory.
 4. `result` waits for the oldest task. If the process dies or is silent for `timeout_s`, a new process takes over all
-   pending tasks and writes them to the same places. After four processes, `result` raises DataError.
+   pending tasks and writes the results to the same offsets. After four processes, `result` raises DataError.
 5. `arrays_at` returns the arrays of that task without a copy. Their memory is free again once nothing references them.
-6. `close` kills the process. The kernel frees the memory after its last user.
+6. `close` kills the process. The kernel frees the memory once nothing uses it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class BadSample:
 
 
 class Arrays(NamedTuple):
-    """The arrays of one micro-batch; views of the memory that holds it."""
+    """The arrays of one micro-batch, as views of the memory that holds it."""
 
     images: np.ndarray  # (b, S, S, 3) uint8
     labels: np.ndarray  # (b, L) int64, padded with −1
@@ -159,7 +159,7 @@ class Decoder:
         self.encoded: list[Encoded] = []
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for another process, without the shard sizes, which the index contains."""
+        """Return the state to pickle for another process, without the shard sizes, which the index contains."""
         # Shard sizes of a large set are mapped memory that all processes share; pickling would copy them.
         return self.__dict__ | {"order": self.order.without_sizes()}
 
@@ -168,7 +168,7 @@ class Decoder:
         self.order.with_sizes(self.index.shard_samples)
 
     def run(self, task: DecodeTask, arrays: Arrays) -> Done:
-        """Fill the first rows of the arrays; replace each bad sample by the next good one of its lane.
+        """Fill the first rows of the arrays; replace each bad sample with the next good one in its lane.
 
         Raises DataError after 100 consecutive bad samples, and all errors of the reader.
         """
@@ -209,7 +209,7 @@ class Decoder:
         return Done(tuple(bad), self.storage_s, decode_s, tuple(self.encoded), self.reader.given_up)
 
     def fill(self, row: int, key: int, arrays: Arrays) -> BadSample | None:
-        """Read and decode the sample of a row; return the reason if the sample is bad, else None."""
+        """Read and decode the sample for a row; if the sample is bad, return it with the reason, else None."""
         _, shard, sample = arrays.ids[row].tolist()
         # Time reading separately from decoding, to attribute slow steps. Errors of the reader propagate: a missing or
         # changed shard ends the run.
@@ -273,14 +273,14 @@ def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float
 
 
 def send_sign_of_life(connection: Connection) -> None:
-    """Send a heartbeat to the loader, unless the pipe is full: a blocked send would hold a shard's lock."""
+    """Send a heartbeat to the loader, unless the pipe is full: a send that blocks would keep a shard locked."""
     _, writable, _ = select.select([], [connection], [], 0)
     if writable:
         connection.send(None)
 
 
 def main(connection: Connection, memory: mmap) -> None:
-    """Serve tasks until the loader ends (EOFError or OSError); the first message is the decoder."""
+    """Serve tasks until the loader exits (EOFError or OSError); the first message is the decoder."""
     # Raise the limit of open files to the maximum: every mapped shard holds one, and many are open.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
@@ -318,7 +318,7 @@ def main(connection: Connection, memory: mmap) -> None:
 class DecoderProcess:
     """One decoding process, its pipe, and the memory shared with the loader.
 
-    Up to `prefetch` tasks may be pending. The memory has one place more, for the micro-batch in use by the caller.
+    Up to `prefetch` tasks may be pending. The memory has room for one more micro-batch, which the caller is using.
     """
 
     def __init__(self, decoder: Decoder, prefetch: int):
@@ -368,7 +368,7 @@ class DecoderProcess:
     def result(self, timeout_s: float) -> tuple[DecodeTask, int, Done]:
         """Wait for the oldest task; return it, the offset of its arrays for `arrays_at`, and its result.
 
-        Raises exceptions of the process, and DataError if the task kills one process after another.
+        Re-raises exceptions from the process; raises DataError if the task kills one process after another.
         """
         task, offset = self.pending[0]
         for _ in range(RESTARTS + 1):
@@ -401,7 +401,7 @@ class DecoderProcess:
         return self.decoder.layout.arrays(place)
 
     def restart(self) -> None:
-        """Replace the process by a new one and resend all pending tasks."""
+        """Replace the process with a new one and resend all pending tasks."""
         # The new process rewrites partial results: a task produces the same bytes in any process.
         self.stop()
         self.start()
@@ -411,7 +411,7 @@ class DecoderProcess:
                 self.connection.send(task_and_offset)
 
     def stop(self) -> None:
-        """Kill the process and wait for its end."""
+        """Kill the process and wait until it has exited."""
         self.connection.close()
         self.child.kill()
         self.child.wait()

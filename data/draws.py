@@ -5,7 +5,7 @@ The exception is `few_shot_rows`, which uses NumPy's generator as the original c
 
     permute(np.arange(5), …, key_of(seed, epoch))    the numbers 0 … 4 in another order
     Draws(7).uniform()                               the first random number of key 7
-    stratified(rows, labels, seed=0)                 rows permuted; the first tenth contains a tenth of every class
+    stratified(rows, labels, seed=0)                 the rows permuted; the first tenth has a tenth of every class
     few_shot_rows(labels, shots=10, seed=0)          ten rows of every class, drawn by NumPy's generator
 """
 
@@ -34,7 +34,7 @@ def key_of(*parts: np.ndarray | int) -> np.ndarray:
 
 
 def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Map each x through the pseudorandom permutation of 0 … size−1 given by its key; all arrays have equal length.
+    """Map each x through the pseudorandom permutation of 0 … size−1 that its key defines; all arrays have equal length.
 
     Uses a Feistel network over Z_a × Z_b, where a·b is slightly larger than `size` (Black & Rogaway 2002).
     """
@@ -71,7 +71,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ / φ, the counter's step
 
 
 class Draws:
-    """Draw numbers by SplitMix64 (Steele et al. 2014) from a key below 2⁶⁴; equal keys give equal numbers."""
+    """A SplitMix64 generator (Steele et al. 2014), seeded with a key below 2⁶⁴; equal keys give equal numbers."""
 
     def __init__(self, key: int):
         self.state = key
@@ -97,8 +97,8 @@ class Draws:
 def stratified(rows: np.ndarray, labels: np.ndarray, seed: int) -> np.ndarray:
     """Permute rows so that every prefix and every interval contains about its share of each class.
 
-    `labels` has one label per row. A class of n rows has one row in each n-th of the permutation, at an offset drawn
-    per class. Without the offsets, all classes of a single row would lie in the middle.
+    `labels` has one label per row. A class with n rows has one row in each n-th of the permutation, at an offset drawn
+    per class. Without the offsets, all classes with a single row would be in the middle.
     """
     hashes = key_of(seed, 0, rows)
     by_class = np.lexsort((hashes, labels))
@@ -112,8 +112,9 @@ def stratified(rows: np.ndarray, labels: np.ndarray, seed: int) -> np.ndarray:
 def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
     """Return the training rows of a few-shot split: the first `shots` rows of a permutation of each class.
 
-    Classes follow in order. A class with fewer rows contributes all of them; larger `shots` include the rows of
-    smaller ones. The rows equal those of big_vision's evaluators/fewshot_lsr.py. Negative labels are never picked.
+    The classes follow in order. A class with fewer rows contributes all of them. The rows for a larger `shots` include
+    those for a smaller value. The rows equal those of big_vision's evaluators/fewshot_lsr.py. Rows with negative labels
+    are never picked.
     """
     # One generator for all classes, as in the original; visiting the classes in another order would pick other rows.
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Recognise an error page in place of a file, and extract its text for messages.
+"""Recognise an error page received instead of a file, and extract its text for messages.
 
 Proxies and web servers may send these pages with status 200, and programs may have saved them under a file's name.
 
@@ -37,7 +37,7 @@ def words_of(content: bytes) -> str:
 
 
 def words_of_markup(text: str) -> str:
-    """Return the code and message of an XML error, the title of an HTML page, otherwise its text."""
+    """Return the code and message of an XML error, or the title of an HTML page (its text if it has no title)."""
     parts: list[str] = []
     for tag in ("Code", "Message", "title", "h1"):
         element = re.search(rf"<{tag}[^>]*>(.*?)</{tag}>", text, re.DOTALL | re.IGNORECASE)
@@ -48,7 +48,7 @@ def words_of_markup(text: str) -> str:
 
 
 def words_of_json(content: bytes) -> str:
-    """Return the code and message of a JSON error; "" if the content is no JSON object with such fields."""
+    """Return the code and message of a JSON error; "" if the content is not a JSON object with such fields."""
     try:
         answer = json.loads(content)
     except (ValueError, RecursionError):

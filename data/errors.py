@@ -1,14 +1,14 @@
 """Exit codes of all commands, and the exceptions that carry them.
 
-This module imports nothing from the project, so every package can use it. The package `models` does not: it raises
-ValueError, and its callers decide which exit code applies.
+This module imports nothing from the project, so every package can use it. Only the `models` package does not use it: it
+raises ValueError, and its callers decide which exit code applies.
 """
 
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of a process; the values follow sysexits.h if it has a matching code."""
+    """Process exit codes; the values follow sysexits.h if it defines a matching code."""
 
     DONE = 0
     USAGE = 64  # the command line is wrong
@@ -87,7 +87,7 @@ class Diverged(PatchlineError):
 
 
 class RolledBack(PatchlineError):
-    """Too many consecutive non-finite steps: the next attempt resumes from the last checkpoint and skips them."""
+    """Too many consecutive steps were non-finite; the next attempt resumes from the last checkpoint and skips them."""
 
     exit_code = None  # ends the attempt, but not the stage
 

@@ -44,7 +44,7 @@ class EvaluationBatch:
 
 @dataclass(frozen=True)
 class LoadedSample:
-    """One preprocessed sample: its image and labels, or the reason it is bad."""
+    """One preprocessed sample: the image and its labels, or the reason that the sample is bad."""
 
     place: tuple[int, int]  # (shard, sample) numbers
     image: np.ndarray | None
@@ -109,12 +109,12 @@ class EvaluationSet:
                 yield self.collate(futures)
 
     def place(self, row: int) -> tuple[int, int]:
-        """Return (shard, sample) of sample number `row` of the set."""
+        """Return the shard number, and the number within that shard, of sample `row` of the set."""
         shard = int(np.searchsorted(self.index.starts, row, side="right")) - 1
         return shard, row - int(self.index.starts[shard])
 
     def load(self, place: tuple[int, int], stored: tuple[str, bytes, bytes]) -> LoadedSample:
-        """Preprocess one sample, given as (key, image bytes, label bytes), or return why it is bad."""
+        """Preprocess one sample, given as (key, image bytes, label bytes), or return why the sample is bad."""
         key, encoded, raw_labels = stored
         try:
             labels = read_labels(raw_labels, self.index, self.max_labels)

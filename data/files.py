@@ -72,7 +72,7 @@ def home() -> Path:
     """Return the user's home folder. Raises ConfigError if the user has none.
 
     Containers often run as a user without HOME and without an entry in /etc/passwd. A folder with a predictable name in
-    the shared /tmp would be no substitute: code is loaded from the cache, and another user may have made the folder.
+    the shared /tmp would not be safe: code is loaded from the cache, and another user may have created the folder.
     """
     try:
         return Path.home()
@@ -85,7 +85,7 @@ def home() -> Path:
 
 
 def with_home(path: str) -> Path:
-    """Replace a leading ~ by the user's home folder. Raises ConfigError if ~NAME has no home folder."""
+    """Replace a leading ~ with the user's home folder. Raises ConfigError if ~NAME has no home folder."""
     if path == "~" or path.startswith("~/"):
         return home() / path[2:]
     try:
@@ -154,7 +154,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or folder; tolerates NFS repeating it after a lost response (docs/design/stores.md)."""
+    """Rename a file or folder, even if NFS repeats the rename after a lost response (docs/design/stores.md)."""
     renamed = source.stat()
     try:
         os.rename(source, target)
@@ -221,7 +221,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace the file at `path` by `content`; readers see the old or the new file, never a mixture."""
+    """Replace the content of the file at `path`; readers see the old or the new file, never a mixture."""
     encoded = content.encode() if isinstance(content, str) else content
     with path_in_errors(path, len(encoded)), atomic_file(path) as temporary:
         temporary.write_bytes(encoded)
@@ -249,7 +249,7 @@ def write_with_reserve(path: Path, text: str, reserve_bytes: int) -> None:
 def create_exclusively(path: Path, content: str | bytes) -> bool:
     """Create a file atomically; return False if the name exists, so that only one of several processes succeeds.
 
-    Raises StorageError if the file system has no hard links, which this requires.
+    Raises StorageError if the file system does not support hard links, which this function requires.
     """
     temporary = temporary_name(path)
     try:
@@ -299,7 +299,7 @@ def open_regular(path: str, flags: int) -> int:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether a path itself, not the target of a link, is a file or folder of this user or of root."""
+    """Return whether this user or root owns the file or folder at a path; for a link, the owner of the link counts."""
     try:
         status = path.lstat()
     except OSError:
@@ -309,7 +309,7 @@ def is_own(path: Path) -> bool:
 
 
 def refuse_planted(path: Path, remedy: str) -> None:
-    """Raise StorageError if `path`, in a folder that everybody may write to, is a link or belongs to another user.
+    """Raise StorageError if `path`, in a world-writable folder, is a link or belongs to another user.
 
     Its owner could read and replace all files that we write there; the message ends with `remedy`.
     """
@@ -352,7 +352,7 @@ def take_lock(handle: int, path: Path, *, wait: bool) -> bool:
 
 
 def lacking(path: Path, feature: str, error: OSError, elsewhere: str) -> StorageError:
-    """Return the error about a file system without a required feature; `elsewhere` describes how to choose another."""
+    """Return the error for a file system without a required feature; `elsewhere` says how to use another folder."""
     return StorageError(
         f"the file system of {path.parent} has no {feature} ({error.strerror})\n"
         "expected: a local disk, NFS or Lustre (docs/run-storage.md lists the requirements)\n"
@@ -376,7 +376,7 @@ def wait_until_seen(
 ) -> tuple[dict[str, int | None], float]:
     """Call `sizes` until all files have the expected size (None: any size), for up to 30 s.
 
-    Calls it only once if `is_patient` is False. Returns the other files with the size
+    Calls `sizes` only once if `is_patient` is False. Returns the files without the expected size, each with the size
     seen (None: missing), and the seconds waited.
     """
     patience_s = SEEN_WITHIN_S if is_patient else 0.0
@@ -409,8 +409,8 @@ def names_in(folder: Path) -> set[str]:
 def path_in_errors(path: Path, content_bytes: int | None = None, *, instead_of: Path | None = None) -> Iterator[None]:
     """Context manager that adds the path, and the number of bytes to be written, to a disk error.
 
-    Errors of write and fsync contain no path. `instead_of` is a temporary name to replace by `path`. Errors that name
-    any other file are left unchanged.
+    Errors from write and fsync contain no path. `instead_of` is a temporary name to replace with `path`. Errors that
+    name any other file are left unchanged.
     """
     try:
         yield
@@ -446,7 +446,7 @@ def error_text(error: OSError) -> str:
 
 
 def room_text(error: OSError, path: Path) -> str:
-    """Describe what ran out on the disk of a path: bytes, inodes, a quota, or the allowed size of a file."""
+    """Describe what is exhausted on the disk of a path: bytes, inodes, a quota, or the file-size limit."""
     free = f"{size_text(free_bytes(path))} free"
     if error.errno == errno.EDQUOT:
         return f"{free} on the disk, but this user's quota of bytes or files is used up"
@@ -467,7 +467,7 @@ def has_no_inodes(path: Path) -> bool:
 
 
 def open_files_text(error: OSError) -> str:
-    """Describe the exhausted limit of open files: that of this process or of the machine."""
+    """Describe the exhausted limit on open files: this process's limit or the machine's."""
     if error.errno == errno.ENFILE:
         return "the limit of the whole machine: sysctl fs.file-max"
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -506,7 +506,7 @@ def explain(error: OSError) -> str:
     if error.errno in (errno.ENOENT, errno.ENOTDIR) and error.filename is not None:
         return f"{line}\n  expected an existing file or folder, or a path that can be created; check the path"
     if error.errno == errno.EISDIR and error.filename is not None:
-        return f"{line}\n  expected a file of this name\n  restore the file from a copy, or move the folder away"
+        return f"{line}\n  expected a file with this name\n  restore the file from a copy, or move the folder away"
     return line
 
 
@@ -517,7 +517,7 @@ def room_remedy(error: OSError) -> str:
     if error.errno == errno.EDQUOT:
         return (
             "  expected: a quota with room for the files of a run, in bytes and in number\n"
-            f"  type quota -s to see this user's quota; delete files, have the quota raised, {again}"
+            f"  run quota -s to see this user's quota; delete files, have the quota raised, {again}"
         )
     if error.errno == errno.EFBIG:
         return (

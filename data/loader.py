@@ -5,15 +5,15 @@ How a micro-batch is produced:
 1. `split_slots` divides this worker's slots into micro-batches, identically in every step.
 2. Each micro-batch of each step is a task: (step, first slot, slot after the last).
 3. The tasks are assigned to the decoding processes in turn. Each process starts with `prefetch` tasks.
-4. A process computes which samples belong to the slots, reads and decodes them, replaces bad samples by the next ones
-   of the same lane, and writes the result into memory shared with the loader (`data.decoder`).
-5. The loader collects results in the same turn. It yields each micro-batch directly from shared memory, or copies it
-   into pinned memory if CUDA is available, and sends the process its next task. A process that dies or hangs is
+4. A process computes which samples belong to the slots, reads and decodes them, replaces bad samples with the next ones
+   in the same lane, and writes the result into memory shared with the loader (`data.decoder`).
+5. The loader collects the results in the same order. It yields each micro-batch directly from shared memory, or copies
+   it into pinned memory if CUDA is available, and sends the process its next task. A process that dies or hangs is
    replaced (`data.decoder.DecoderProcess`).
 6. For remote shards, a thread downloads the shards of upcoming steps (`data.remote.cache.Prefetcher`). Until a
    shard has arrived, its samples are read by byte range (`data.remote.ranges`).
 
-With `processes=0`, the loader decodes the same tasks in its own process, each when the caller requests it.
+With `processes=0`, the loader decodes each task in its own process, when the caller requests the micro-batch.
 
     TrainLoader(index, order, image_size=224, slots=range(8, 16), micro_batch=3, start_step=5, processes=2)
     splits a step into the slots 8 … 10, 11 … 13, 14 … 15, and assigns
@@ -173,14 +173,14 @@ class TrainLoader:
                 yield DecodeTask(step, part.start, part.stop)
 
     def stop(self) -> None:
-        """Stop all downloads for good, so that the process can end; callable from any thread at any time."""
+        """Stop all downloads permanently, so that the process can exit; may be called from any thread at any time."""
         self.stopped = True
         self.decoder.reader.stop()
         if self.prefetcher is not None:
             self.prefetcher.stop()
 
     def log_wait(self, log: Callable[[str], None]) -> None:
-        """Log how many shards the first batch needs, and how many of them must still be downloaded."""
+        """Log how many shards the first batch needs, and how many of those are yet to be downloaded."""
         index = self.decoder.index
         shards = shards_of(self.decoder.order, self.slots, self.start_step)
         missing = []
@@ -226,7 +226,7 @@ class TrainLoader:
                 process.close()
 
     def make_batch(self, task: DecodeTask, arrays: Arrays, done: Done, waited_s: float) -> Batch:
-        """Return the batch of a decoded task; divide the wait between storage and decoding."""
+        """Return the batch of a decoded task, with the waiting time split into storage and decoding."""
         start = perf_counter()
         self.warn_once(done.given_up)
         rows = task.stop - task.first
@@ -249,7 +249,7 @@ class TrainLoader:
         return Batch(task.step, images.permute(0, 3, 1, 2), labels, ids, bad, wait)
 
     def warn_once(self, reason: str) -> None:
-        """Log why samples are no longer read by range, only once for all decoding processes."""
+        """Log why samples are no longer read by byte range; log it only once for all decoding processes."""
         if reason and not self.has_warned:
             self.has_warned = True
             logging.getLogger(__name__).warning(reason)
@@ -259,8 +259,8 @@ class TrainLoader:
     ) -> tuple[Tensor, tuple[BadSample, ...]]:
         """Return the images (b, S, S, 3) decoded on the device, and the bad samples found.
 
-        Images that the device rejects are decoded on the CPU, exactly as with `decode: cpu`; their rows in `images`,
-        `labels` and `ids` are overwritten.
+        An image that the device rejects is decoded on the CPU, exactly as with `decode: cpu`. If the CPU rejects it
+        too, a replacement is decoded. The image's row in `images`, `labels` and `ids` is overwritten with the result.
         """
         if not done.encoded:
             return images.to(self.device_decoder.device, non_blocking=True), ()
@@ -282,7 +282,7 @@ class TrainLoader:
 
 
 def split_slots(slots: range, micro_batch: int, accumulation: int | None) -> list[range]:
-    """Split the slots of a step into micro-batches; if `accumulation` is given, into that many, equal to within one."""
+    """Split the slots of a step into micro-batches: `accumulation` nearly equal ones, or else of size `micro_batch`."""
     if accumulation is None:
         edges = [*range(0, len(slots), micro_batch), len(slots)]
     elif accumulation * micro_batch < len(slots):

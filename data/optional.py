@@ -1,4 +1,4 @@
-"""Load modules of extras, which a recipe can name and an installation may lack.
+"""Load objects from extras: a recipe may require an extra that is not installed.
 
 load_optional("data.extras.gpu_decoding:DeviceDecoder", "data.decode=gpu")   →   the class DeviceDecoder
 """

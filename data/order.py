@@ -112,22 +112,22 @@ class Order:
             self.samples_per_epoch = self.samples // batch_size * batch_size
 
     def batch(self, step: int) -> Ids:
-        """Return the samples of the global batch `step`, one per slot: arrays of length `batch_size`."""
+        """Return the samples of the global batch at `step`, one per slot: arrays of length `batch_size`."""
         return self._samples_at(*self._positions(step))
 
     def without_sizes(self) -> Order:
-        """Return a copy without the shard sizes, to pickle; the receiver restores the sizes by `with_sizes`."""
+        """Return a copy without the shard sizes, to be pickled; the receiver restores the sizes with `with_sizes`."""
         order = copy(self)
         order.with_sizes(np.empty(0, np.int64))
         return order
 
     def with_sizes(self, shard_samples: np.ndarray) -> None:
-        """Set the shard sizes after `without_sizes`; they must equal the original ones."""
+        """Restore the shard sizes that `without_sizes` removed; they must equal the original ones."""
         self.shard_samples = shard_samples
         self._shard_orders = {}
 
     def replacement(self, step: int, slot: int, attempt: int) -> SampleId:
-        """Return the sample that replaces a bad one in `slot`: the sample `attempt` positions after it, cyclically."""
+        """Return the sample that replaces a bad one in `slot`: the one `attempt` positions later, cyclically."""
         # The replacement is also used at its own position. Skipping it there would change all later steps.
         epochs, positions = self._positions(step)
         epoch = epochs[slot : slot + 1]
@@ -161,7 +161,7 @@ class Order:
         return np.concatenate(epochs), np.concatenate(positions)
 
     def _lane_starts(self, lane: np.ndarray) -> np.ndarray:
-        """Return the first position of each lane; the first N mod L lanes are longer by one sample."""
+        """Return the first position of each lane; each of the first N mod L lanes has one extra sample."""
         return lane * (self.samples // self.lanes) + np.minimum(lane, self.samples % self.lanes)
 
     def _samples_at(self, epoch: np.ndarray, position: np.ndarray) -> Ids:
@@ -278,7 +278,7 @@ class Mixture:
         return np.concatenate([order.shard_samples for order in self.orders])
 
     def batch(self, step: int) -> Ids:
-        """Return the samples of the global batch `step`, as `Order.batch`; each set counts its own epochs."""
+        """Return the samples of the global batch at `step`, like `Order.batch`; each set counts its own epochs."""
         epochs = []
         shards = []
         samples = []
@@ -291,18 +291,18 @@ class Mixture:
         return Ids(np.concatenate(epochs)[slots], np.concatenate(shards)[slots], np.concatenate(samples)[slots])
 
     def without_sizes(self) -> Mixture:
-        """Return a copy without the shard sizes, as `Order.without_sizes`."""
+        """Return a copy without the shard sizes, like `Order.without_sizes`."""
         mixture = copy(self)
         mixture.orders = [order.without_sizes() for order in self.orders]
         return mixture
 
     def with_sizes(self, shard_samples: np.ndarray) -> None:
-        """Set the shard sizes of all sets, as `Order.with_sizes`."""
+        """Restore the shard sizes of all sets, like `Order.with_sizes`."""
         for group, order in enumerate(self.orders):
             order.with_sizes(shard_samples[self.starts[group] : self.starts[group + 1]])
 
     def replacement(self, step: int, slot: int, attempt: int) -> SampleId:
-        """Return the sample that replaces a bad one in `slot`, from the same set, as `Order.replacement`."""
+        """Return the sample that replaces a bad one in `slot`, from the same set, like `Order.replacement`."""
         # Find the set that fills this slot, and the slot of that set's own batch.
         row = int(self.rows_of_slots[slot])
         ends = np.cumsum(self.shares)
@@ -337,11 +337,11 @@ class Ledger:
 
     @classmethod
     def start(cls, index_digest: str, seed: int) -> Ledger:
-        """Return the initial ledger, its state before the first step."""
+        """Return the initial ledger: its state before the first step."""
         return cls(sha256(f"{index_digest} {seed}".encode()).hexdigest())
 
     def update(self, step: int, epoch: np.ndarray, shard: np.ndarray, sample: np.ndarray) -> Ledger:
-        """Return the ledger after the global batch `step`."""
+        """Return the ledger after the global batch at `step`."""
         # Little-endian, so the ledger is the same on every machine.
         step_bytes = int(step).to_bytes(8, "little", signed=True)
         ids = np.stack([epoch, shard, sample]).astype("<i8")

@@ -11,10 +11,10 @@ A `Journal` records long work, one sealed line per finished piece, so that a kil
 2. `add` appends a line after each finished piece; a later kill cannot remove the line:
        {"key": "train-000000.tar", "record": [1250, 6543360, "d41d…"], "sha256": "e5f0…"}
    The first line holds the setting in the same way.
-If a line is truncated or altered, its piece and all later pieces are made again.
+If a line is truncated or altered, its piece and all later pieces are repeated.
 
-A cache entry is any bytes followed by their sha256 (`write_entry`). `read_entry` returns None for an altered entry, so
-that the caller makes it again.
+A cache entry consists of arbitrary bytes followed by their sha256 (`write_entry`). `read_entry` returns None for an
+altered entry, so that the caller recreates it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def write_entry(path: Path, content: bytes) -> None:
 
 
 def read_entry(path: Path) -> bytes | None:
-    """Return the bytes of a cache entry; None if it is missing, or altered, which is logged."""
+    """Return the bytes of a cache entry; None if the entry is missing or altered. An altered entry is logged."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def read_entry(path: Path) -> bytes | None:
 
 
 class Journal:
-    """A context manager that records finished pieces of work; `setting` (JSON) must match to reuse earlier records."""
+    """Context manager that records finished pieces of work; earlier records are reused if `setting` (JSON) is equal."""
 
     def __init__(self, path: Path, setting: object) -> None:
         self.path = path

@@ -11,7 +11,7 @@ Names are relative to the run, with "/" as separator. Small files:
     storage.delete(["status.json"])                                 missing files are ignored
 
 A *set* is a folder of large files that appears atomically: a checkpoint. Its name contains the step, and the attempt if
-needed: step-0000001200, step-0000001200-000007. The life of a set, in order:
+needed: step-0000001200, step-0000001200-000007. The life cycle of a set:
 1. `staging_name` returns the name under which its files are written (`write`); readers ignore staged sets;
 2. `publish` turns it into a set. The manifest is the last file written. A folder is then renamed; a bucket creates the
    manifest only if no newer attempt has created one;
@@ -19,8 +19,8 @@ needed: step-0000001200, step-0000001200-000007. The life of a set, in order:
 4. `set_aside` keeps a bad set so that no later attempt tries it; `delete_set` deletes an old one; `sweep` deletes the
    unpublished sets of earlier attempts and prevents their later publication.
 Neither a kill nor a power failure leaves an incomplete set under a valid name.
-A third kind of storage is a class with the methods of `Folder`, and a line in `open_storage`. If nodes do not see each
-other's files (`is_shared` is False), jobs/run/sync.py copies them.
+To add a third kind of storage, write a class with the methods of `Folder`, and add a line to `open_storage`. If nodes
+do not see each other's files (`is_shared` is False), jobs/run/sync.py copies them.
 
 This module implements the shared folder, which every node mounts at the same path; data/bucket.py implements the
 bucket. A folder of sets contains:
@@ -55,7 +55,7 @@ Storage: TypeAlias = "Folder | Bucket"
 
 
 def open_storage(local: Path, url: str | None = None) -> Storage:
-    """Return the storage of a run, given its folder on this node and its URL if it is in an object store."""
+    """Return the storage of a run, given the run's folder on this node and, for an object store, its URL."""
     if url is None:
         return Folder(local)
     from data.bucket import Bucket
@@ -90,13 +90,13 @@ class Folder:
         return create_exclusively(path, content)
 
     def check_exclusive_create(self, name: str) -> None:
-        """Raise StorageError if the storage lets a second `create_once` replace a file; may leave a file of this name.
+        """Raise StorageError if a second `create_once` can replace a file; may leave a file with this name.
 
-        Hard links guarantee this for a folder, so there is nothing to check.
+        In a shared folder, hard links guarantee exclusive creation, so there is nothing to check.
         """
 
     def limit_retries(self) -> None:
-        """Reduce the number of retries from now on, so that an ending command does not wait minutes for the storage."""
+        """Reduce the number of retries from now on: an exiting command must not wait minutes for the storage."""
 
     def put(self, name: str, content: bytes) -> None:
         """Write or replace a file atomically. Raises StorageError, OSError."""
@@ -145,18 +145,18 @@ class Folder:
         """Upload a file written under `local`; a shared folder needs no upload."""
 
     def ensure_local(self, name: str, size: int, sha256: str) -> None:
-        """Ensure that `local` has this file with this size and digest; files of a shared folder always are there.
+        """Ensure that `local` has this file with this size and digest; a shared folder always contains its files.
 
         Raises StorageError, OSError, and CheckpointError if the storage has different bytes.
         """
 
     def staging_name(self, folder: str, name: str, attempt: int) -> str:
-        """Return the folder name under which the files of a set are written before `publish`."""
+        """Return the name of the folder in which the files of a set are written before `publish`."""
         # The name includes the attempt: a suspended owner that wakes up cannot write into its successor's folder.
         return f"{folder}/.tmp-{name.removeprefix('step-')}-{attempt:06d}"
 
     def write(self, name: str, content: memoryview) -> None:
-        """Write a large file of a staged set and flush it to the disk. Raises StorageError, OSError."""
+        """Write a large file to a staged set and flush it to the disk. Raises StorageError, OSError."""
         path = self.local / name
         # The first worker creates the folder; `publish` makes its name durable.
         path.parent.mkdir(exist_ok=True)
@@ -190,7 +190,7 @@ class Folder:
         shutil.rmtree(self.local / self.staging_name(folder, name, attempt), ignore_errors=True)
 
     def published(self, folder: str) -> Sequence[str]:
-        """List the sets of a folder, newest step first; for equal steps, the later attempt first.
+        """List the published sets in a folder, newest step first; for equal steps, the later attempt first.
 
         Sorted by name, because the clocks of nodes differ and copying a run changes file times.
         """
@@ -199,7 +199,7 @@ class Folder:
         return sorted(names, reverse=True)
 
     def unpublished(self, folder: str) -> Sequence[str]:
-        """List other folders: "bad-…" (set aside), ".tmp-…" (in progress, or left by dead processes)."""
+        """List the other folders: "bad-…" (bad sets) and ".tmp-…" (in progress, or left by dead processes)."""
         top = self.local / folder
         paths = [*sorted(top.glob("bad-*")), *sorted(top.glob(".tmp-*"))]
         return [path.name for path in paths]

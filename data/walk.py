@@ -1,4 +1,4 @@
-"""Find the files below a folder: one walk for every source of images.
+"""Find the files below a folder; every source of images uses this walk.
 
 Links are followed, as in torchvision and timm, except links to a folder above themselves. Hidden files, and folders
 that operating systems and storage devices create, are skipped and counted, never read as images or classes.
@@ -44,7 +44,7 @@ def files_below(folder: Path, skipped: Counter[str], *, in_order: bool = True) -
 def matching(pattern: str | os.PathLike[str]) -> list[Path]:
     """Return the files of a path with `{000..999}`, or `*` in its last part, as the shell and remote URLs expand them.
 
-    A path of an existing file, and one that matches nothing, are returned as they are.
+    The path of an existing file, and a pattern that matches nothing, are returned unchanged.
     """
     if Path(pattern).exists():
         return [Path(pattern)]
@@ -59,7 +59,7 @@ def matching(pattern: str | os.PathLike[str]) -> list[Path]:
 
 
 def class_folders_in(root: Path, skipped: Counter[str] | None = None) -> list[str]:
-    """Return the sorted names of the folders in a folder, without hidden and system folders, which are counted."""
+    """Return the sorted names of a folder's sub-folders; `skipped` counts the hidden and system folders left out."""
     names = []
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
         if not entry.is_dir() or entry.name.startswith("."):
@@ -96,7 +96,7 @@ def _walk(folder: Path, skipped: Counter[str], above: tuple[tuple[int, int], ...
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """Return what identifies a folder under all its names."""
+    """Return the identity of a folder, which is the same under all its names."""
     status = folder.stat()
     return status.st_dev, status.st_ino
 

@@ -336,7 +336,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def print_version() -> None:
-    """Print the commit of this checkout, and the versions of Python and of the packages that determine a run."""
+    """Print the commit of this checkout, and the versions of Python and of the packages that affect results."""
     from pipeline.identity import git_commit, package_versions
 
     packages = ", ".join(f"{name} {version}" for name, version in package_versions().items())
@@ -360,7 +360,7 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
     print(f"error: {message}", file=sys.stderr)
     option = getattr(error, "option_name", None)
     if option and words[0] in ("run", "plan", "submit", "trial", "preflight"):
-        print("  type recipe keys without dashes: pretrain.optim.lr=1e-3", file=sys.stderr)
+        print("  write recipe keys without dashes: pretrain.optim.lr=1e-3", file=sys.stderr)
         if option in ("--minutes", "--model", "--init", "--unlabelled"):
             print(f"  {option} is an option of the command new, which writes a recipe", file=sys.stderr)
     parameter = getattr(error, "param", None)

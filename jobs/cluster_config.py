@@ -1,11 +1,10 @@
-"""The section `cluster:` of a recipe: number of workers, their resources, and their environment variables.
+"""The section `cluster:` of a recipe: the number of workers, and their resources and environment variables.
 
     cluster: {workers: {least: 4, most: 16}, gpus_per_worker: 1, environment: {NCCL_SOCKET_IFNAME: eth1}}
     python -m jobs submit RECIPE --env NCCL_DEBUG=INFO
 
 Secrets belong in the environment of the nodes: Ray shows a job's environment to everybody who can list jobs, and
-recipes are stored in many places. Patchline itself sets the variables for a worker's rank and
-for glibc's malloc.
+recipes are stored in many places. Patchline itself sets the variables for a worker's rank and for glibc's malloc.
 """
 
 import os
@@ -92,13 +91,13 @@ class ClusterConfig:
 
     @property
     def world(self) -> int:
-        """Return the number of workers of an attempt; the supervisor has replaced a range by a number."""
+        """Return the number of workers of an attempt; the supervisor has replaced a range with a number."""
         assert isinstance(self.workers, int), self.workers
         return self.workers
 
 
 def check_environment(environment: Mapping[str, str], place: str = "") -> None:
-    """Raise ConfigError if a variable must not be set for workers; `place` precedes its name in the message."""
+    """Raise ConfigError if the recipe must not set a variable for workers; `place` precedes its name in the message."""
     for name, value in environment.items():
         problem = ""
         if not NAME.fullmatch(name):

@@ -1,9 +1,9 @@
-"""Load the stage kinds from a table of module and class names.
+"""Load the stage kinds listed in a table of module and class names.
 
     load_kinds({"pack": "jobs.stages.pack:Pack", …})  →  {"pack": Pack(), …}
 
-The table in jobs/__main__.py lists all kinds, including those of extras. If the extra of a kind was deleted from the
-checkout, a recipe that uses this kind gives an error.
+The table in jobs/__main__.py lists all kinds, including those of extras. If the extra that defines a kind was deleted
+from the checkout, a recipe that uses this kind raises an error.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class MissingKind(StageKind):
     def expand(self, sections: Sections, kinds: Kinds) -> Sections:
         """Raise ConfigError if a section has a key that only this missing kind can expand, such as `sweep`.
 
-        A key with the value null has no effect and is removed.
+        A key whose value is null has no effect and is removed.
         """
         expanded = dict(sections)
         for name, section in sections.items():
@@ -49,9 +49,9 @@ class MissingKind(StageKind):
 
 
 def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
-    """Return an instance of each stage kind; `names` maps names to "module:Class", then extras separated by spaces.
+    """Return an instance of each stage kind; `names` maps names to "module:Class", followed by extras.
 
-    Extras that are not in this checkout are skipped, and kinds that are not become a `MissingKind`.
+    Extras that are not in this checkout are skipped; each missing kind becomes a `MissingKind`.
     """
     kinds: dict[str, StageKind] = {}
     for name, text in names.items():
@@ -67,7 +67,7 @@ def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
 
 
 def load_extras(*names: str) -> list[Any]:
-    """Return instances of these extras ("module:Class"), skipping those that are not in this checkout."""
+    """Return instances of these extras ("module:Class"), skipping extras that are not in this checkout."""
     extras: list[Any] = []
     for name in names:
         try:
@@ -79,5 +79,5 @@ def load_extras(*names: str) -> list[Any]:
 
 
 def is_removed_extra(error: ModuleNotFoundError) -> bool:
-    """Return whether a missing module belongs to an extra, and not to a library."""
+    """Return whether a missing module belongs to an extra rather than to a library."""
     return ".extras" in (error.name or "")

@@ -5,7 +5,7 @@
     runs/digits/finetune-1a2b3c4d    exactly this folder, like any other existing path
     runs/photos/parts/held-out       the data set `held-out` of the newest finished stage `parts` that packed it
 
-A line on stderr reports the selected folder. Nothing here imports torch.
+The selected folder is reported on stderr. Nothing here imports torch.
 """
 
 import difflib
@@ -61,7 +61,7 @@ class StageFolder:
 
 
 def stage_at(folder: Path) -> StageFolder | None:
-    """Return the stage in a folder named NAME-KEY that has a stage.json; None for any other folder."""
+    """Return the stage in a folder, which is named NAME-KEY and has a stage.json; None for any other folder."""
     parts = STAGE_FOLDER.fullmatch(folder.name)
     if parts is None or not (folder / RECORD).exists():
         return None
@@ -71,17 +71,18 @@ def stage_at(folder: Path) -> StageFolder | None:
 
 
 def stages_in(run: Path) -> list[StageFolder]:
-    """Return the stages of a run directory, finished ones first, then newest first; [] for any other folder."""
+    """Return the stages in a run directory, finished stages first, and newer before older; [] for any other folder."""
     stages = filter(None, map(stage_at, run.glob("*/")))
     return sorted(stages, key=attrgetter("is_finished", "time"), reverse=True)
 
 
 def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed: str = "") -> str:
-    """Return the folder of the newest stage at RUN or RUN/STAGE that has the file `needs`; keep other paths unchanged.
+    """Return the folder of the newest stage at RUN or RUN/STAGE that has the file `needs`; return other paths
+    unchanged.
 
     Weights and data sets come only from finished stages. `typed` is the user's argument, if it differs from `path`.
-    Raises DataError if no stage has the file, and UsageError if `one_name` is set and stages of different names have
-    it; both messages list the stages.
+    Raises DataError if no stage has the file, and UsageError if `one_name` is set and stages with different names have
+    the file; both messages list the stages.
     """
     folder = Path(path)
     if "://" in path or (folder / needs).exists():
@@ -132,13 +133,13 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     addresses.remove(str(run / newest.name))
     line = f"{typed or path}: using {newest}"
     if addresses:
-        line += f"; to select another stage, type {' or '.join(addresses)}"
+        line += f"; to select another stage, use {' or '.join(addresses)}"
     print(for_stream(printable_lines(line), sys.stderr), file=sys.stderr, flush=True)
     return str(newest.path)
 
 
 def no_run(path: Path) -> UsageError:
-    """Return the error for a path that is not a run; it lists runs in the folder, next to it, and in ./runs."""
+    """Return the error for a path that is not a run; the message lists runs in it, next to it, and in ./runs."""
     runs: dict[Path, None] = {}
     for folder, pattern in ((path, "*"), (path, "runs/*"), (Path.cwd(), "runs/*"), (path.parent, "*")):
         for record in sorted(folder.glob(f"{pattern}/*/{RECORD}")):
@@ -180,7 +181,7 @@ def near_path(path: str) -> str:
 
 
 def not_finished(stage: StageFolder) -> DataError:
-    """Return the error for an unfinished stage, which has no weights: its progress, and commands to get weights."""
+    """Return the error for an unfinished stage; the message reports the progress and how to get weights."""
     run = stage.path.parent
     last = last_metrics(stage.path)
     place = "has not reported a step yet"
@@ -195,7 +196,7 @@ def not_finished(stage: StageFolder) -> DataError:
     text = f"{run / stage.name} has not finished: {stage.path.name} {place}\n  to resume it, run {command}"
     for checkpoint in committed(stage.path / CHECKPOINTS)[:1]:
         text += (
-            f"\n  to use the weights of its newest checkpoint (step {step_of(checkpoint)}), type\n"
+            f"\n  to use the weights of its newest checkpoint (step {step_of(checkpoint)}), run\n"
             f"  python -m jobs checkpoints export {run / stage.name} --to FOLDER, then use FOLDER as the weights"
         )
     return DataError(text)

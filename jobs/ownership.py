@@ -7,9 +7,9 @@ Files in the run's storage, a folder or a bucket:
 
 The lifecycle of a lease (`Lease`):
 1. `take` reads the newest lease. If its holder is alive, RunOwned names the holder. Otherwise this command creates the
-   lease with the next number; if several commands try, only one of them succeeds.
+   lease with the next number; if several commands try at the same time, only one succeeds.
 2. A thread renews the lease every PERIOD_S by rewriting its file with an incremented counter. Before each renewal it
-   checks for a higher number: if there is one, this command has lost the run and ends with exit code 73.
+   checks for a higher number: if there is one, this command has lost the run and exits with code 73.
 3. When the command ends, it marks the lease as released, so that the next command need not wait.
 
 `holder_state` decides whether a holder is alive. It never compares the clocks of two machines, because they differ. If
@@ -65,7 +65,7 @@ Log = Callable[[str], None]
 
 
 class LeaseRecord(TypedDict):
-    """Content of a lease's file."""
+    """The content of a lease file."""
 
     token: str  # unique identifier of the command
     host: str
@@ -94,12 +94,12 @@ class SeenLease:
 
     @property
     def is_released(self) -> bool:
-        """Return whether the holder has ended and released the lease."""
+        """Return whether the holder has released the lease."""
         return self.record is not None and self.record["is_released"]
 
     @property
     def holder(self) -> str:
-        """Describe the holder: its process, host, job, start time and command."""
+        """Describe the holder by its process, host, job, start time and command."""
         if self.record is None:
             return f"the command of {LEASE.format(self.number)} (truncated or altered)"
         record = self.record
@@ -108,7 +108,7 @@ class SeenLease:
 
 
 class Lease:
-    """The lease of this command on a run: inside `with Lease(storage, log):`, the command owns the run.
+    """This command's lease on a run: inside `with Lease(storage, log):`, the command owns the run.
 
     Entering the block raises RunOwned if another command owns the run, ConfigError if the run directory cannot be
     created, and StorageError if the storage does not respond or does not support exclusive creation of files.
@@ -162,7 +162,7 @@ class Lease:
             )
 
     def take(self) -> None:
-        """Take over the run. Raises RunOwned if its owner is alive, StorageError."""
+        """Take over the run. Raises RunOwned if the owner is alive, and StorageError."""
         # 1. In a store without conditional writes, two commands could create the same number.
         self.storage.check_exclusive_create(f"{ATTEMPTS}/{0:06d}.json")
         while True:
@@ -191,7 +191,7 @@ class Lease:
         self.storage.delete(older)
 
     def check(self) -> None:
-        """Raise RunOwned if another command has taken over the run; if a stop was requested, signal this process.
+        """Raise RunOwned if another command has taken over the run; send this process a signal if a stop was requested.
 
         Raises StorageError, OSError.
         """
@@ -204,7 +204,7 @@ class Lease:
             os.kill(os.getpid(), signal.SIGTERM)  # handled like any other stop
 
     def confirm(self) -> None:
-        """Raise RunOwned if another command is known to have taken over the run. Cheap enough for every poll.
+        """Raise RunOwned if another command is known to have taken over the run; cheap enough for every poll.
 
         The storage is read only if this process was suspended for longer than PERIOD_S.
         """
@@ -219,7 +219,7 @@ class Lease:
                 self.check()
 
     def check_at_end(self) -> None:
-        """Raise RunOwned if another command has taken over the run; ignore an unreachable storage."""
+        """Raise RunOwned if another command has taken over the run; ignore unreachable storage."""
         self.storage.limit_retries()
         with suppress(StorageError, OSError):
             self.check()
@@ -232,7 +232,7 @@ class Lease:
         self.renewed_s = self.record["renewed_s"]
 
     def content(self) -> bytes:
-        """Return the next content of the lease's file."""
+        """Return the content to write to the lease file next."""
         self.record["renewed"] = time.strftime("%Y-%m-%d %H:%M:%S")
         self.record["renewed_s"] = clock()
         content = seal(self.record).encode()
@@ -245,7 +245,7 @@ class Lease:
         return clock() - self.renewed_s
 
     def keep(self) -> None:
-        """Renew the lease every PERIOD_S until the command ends or another one has taken over the run."""
+        """Renew the lease every PERIOD_S until the command ends or another command has taken over the run."""
         has_failed = False
         while not self.has_ended.wait(PERIOD_S):
             try:
@@ -269,7 +269,7 @@ class Lease:
 
 
 def newest_lease(storage: Storage) -> SeenLease | None:
-    """Return the newest lease of a run; None if there has never been one. Raises StorageError, OSError."""
+    """Return the newest lease of a run; None if there has never been a lease. Raises StorageError, OSError."""
     seen: SeenLease | None = None
     for _ in range(READ_TRIES):
         names = storage.list(LEASES)
@@ -290,7 +290,7 @@ def newest_lease(storage: Storage) -> SeenLease | None:
 
 
 def holder_state(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> tuple[State, SeenLease | None]:
-    """Return whether a run is held, and its newest lease; if necessary, watch the lease for at most `periods` renewals.
+    """Return whether a run has a live owner, and its newest lease; if needed, watch it for at most `periods` renewals.
 
     `log` reports this wait. Raises StorageError, OSError.
     """
@@ -346,7 +346,7 @@ def owned_error(storage: Storage, seen: SeenLease) -> RunOwned:
 
 
 def stop_holder(storage: Storage, seen: SeenLease, log: Log, patience_s: float) -> None:
-    """Request the command that holds a run to commit and stop, on any machine; return after it has ended.
+    """Tell the command that owns a run, on any machine, to commit and stop; return after it has ended.
 
     The command sees the request at its next renewal. Raises ClusterError if it does not end in time, UsageError if
     Slurm or systemd would restart it, StorageError.
@@ -378,7 +378,7 @@ def stop_holder(storage: Storage, seen: SeenLease, log: Log, patience_s: float) 
 
 
 def number_of(name: str) -> int:
-    """Return the number in the name of a lease's file; 0 for any other file."""
+    """Return the number in the name of a lease file; 0 for any other file."""
     match = LEASE_NAME.fullmatch(name)
     return int(match[1]) if match else 0
 
@@ -392,7 +392,7 @@ def clock() -> float:
 
 
 def this_machine() -> str:
-    """Return an identifier of this boot of the kernel and of this process's PID namespace."""
+    """Return an identifier for the current boot of the kernel and the PID namespace of this process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
@@ -406,7 +406,7 @@ def this_system() -> str:
 
 
 def start_of(pid: int) -> str:
-    """Return the start time of a process on this machine in kernel ticks; "" if it has ended."""
+    """Return the start time of a process on this machine, in kernel ticks; "" if the process has ended."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -433,7 +433,7 @@ def this_job() -> str:
 
 
 def check_run_path(run: Path) -> None:
-    """Raise ConfigError if a run directory cannot have this path: a name is too long, or a file is in the way."""
+    """Raise ConfigError if a path cannot be a run directory: a name in it is too long or belongs to a file."""
     if run == run.parent:
         raise ConfigError(f"run is {run}, expected a separate folder\n  set run={run}NAME")
     for name in run.parts:
@@ -452,7 +452,7 @@ def check_run_path(run: Path) -> None:
 
 
 def claim_attempt(storage: Storage, stage: str = "") -> int:
-    """Claim the next attempt number of a run by creating attempts/000007.json, and return the number.
+    """Claim the next attempt number of a run by creating a file such as attempts/000007.json; return the number.
 
     `stage` is the folder name of the attempt's stage. Raises StorageError, OSError.
     """

@@ -80,7 +80,7 @@ class StageKind:
         raise NotImplementedError
 
     def is_input(self, cfg: Any, field_name: str) -> bool:
-        """Return whether the stage's key contains the content of the input in this field instead of its path."""
+        """Return whether the stage's key contains the content of this field's input instead of the path."""
         return True
 
     def missing(self, cfg: Any) -> Iterable[str]:
@@ -92,9 +92,9 @@ class StageKind:
         return ()
 
     def set_classes(self, cfg: Any, name: str) -> int | str | None:
-        """Return the minimum number of classes of a data set that the stage writes; None if it is unknown.
+        """Return the minimum number of classes of a data set that the stage writes; None if the number is unknown.
 
-        If the data set has the classes of another one, return the path of that data set, or a reference to it.
+        If the data set has the classes of another data set, return the path of the other or a reference to it.
         """
         return None
 
@@ -103,7 +103,7 @@ class StageKind:
         return None
 
     def shared_classes(self, cfg: Any) -> list[SharedClasses]:
-        """Return the groups of data sets in which a class id must mean the same class."""
+        """Return groups of data sets within which a class id must mean the same class."""
         return []
 
     def keeps_head(self, cfg: Any, source: ModelConfig | None, model: ModelConfig | None) -> bool:
@@ -114,7 +114,7 @@ class StageKind:
         return True
 
     def checks(self, stage: "Stage", available: "Available") -> Iterable["CheckResult"]:
-        """Check a stage before it runs: raise an exception for an error, yield all other results."""
+        """Check a stage before it runs: raise an exception for an error, and yield all other results."""
         return ()
 
     def check_outputs(self, stage: "Stage", available: "Available") -> Iterable["CheckResult"]:
@@ -130,18 +130,19 @@ class StageKind:
     ) -> tuple[Collection[str], list[str]]:
         """Return evaluation settings, and the commands that evaluate a finished stage with their current values.
 
-        `changed` are the fields that have changed since the stage finished. Both are empty if no command is needed.
+        `changed` are the fields that have changed since the stage finished. The settings and commands are both empty if
+        no command is needed.
         """
         return (), []
 
     # Methods that work on the whole recipe.
 
     def expand(self, sections: "Sections", kinds: "Kinds") -> "Sections":
-        """Replace sections of a recipe before parsing, for example one section by several; return all sections."""
+        """Replace sections of a recipe before parsing, for example one section with several; return all sections."""
         return sections
 
     def placeholders(self, cfg: Any) -> Mapping[str, object]:
-        """Return a placeholder for each value that this stage determines for other stages, by its name in `values`.
+        """Return a placeholder for each value that this stage determines for other stages, by the name of the value.
 
         Other stages refer to the value as "@stage/name".
         """
@@ -152,7 +153,7 @@ class StageKind:
         return {}
 
     def value_in_words(self, cfg: Any, name: str) -> str:
-        """Describe how the stage determines one of its `placeholders`."""
+        """Describe how the stage determines the value of one of its `placeholders`."""
         raise NotImplementedError
 
     def check_parent(self, stage: "Stage", parent: "Stage", available: "Available") -> None:
@@ -178,7 +179,7 @@ class StageKind:
         return Reads.OUTCOME in self.inputs.values()
 
     def inputs_of(self, cfg: ConfigDataclass) -> dict[str, tuple[str, Reads]]:
-        """Return the input fields that are set: {"data.train": ("@shards/train", Reads.SET)}."""
+        """Return the input fields that have a value: {"data.train": ("@shards/train", Reads.SET)}."""
         inputs: dict[str, tuple[str, Reads]] = {}
         for pattern, reads in self.inputs.items():
             for field_name, value in fields_matching(pattern, cfg).items():
@@ -239,13 +240,13 @@ class Stage:
 
     @property
     def is_run(self) -> bool:
-        """Return whether the stage is one run of a sweep: one of several stages expanded from one section."""
+        """Return whether the stage is a run of a sweep, one of several stages expanded from the same section."""
         return self.name != self.source
 
 
 @dataclass(frozen=True)
 class StageSection:
-    """A stage's section of a recipe after sweeps were expanded."""
+    """A stage's section of a recipe, after the expansion of sweeps."""
 
     values: Any  # the section; or a single value, if the recipe has a value instead of a section
     source: str  # name of the recipe's section from which this one was expanded
@@ -269,11 +270,11 @@ class Campaign:
 
     @property
     def storage(self) -> Storage:
-        """Return the storage of the run's files."""
+        """Return the storage that contains the run's files."""
         return open_storage(self.run, self.remote)
 
     def stage(self, name: str) -> Stage:
-        """Return the stage with this name. Raises ConfigError with the most similar name if there is none."""
+        """Return the stage with this name. Raises ConfigError, which suggests the most similar name."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
@@ -297,7 +298,7 @@ class Campaign:
         return str(Path(value).resolve())
 
     def done(self, stage: Stage) -> dict[str, Any] | None:
-        """Return a finished stage's done.json; None if it has not finished. Raises DataError if the file is damaged."""
+        """Return a stage's done.json, or None if the stage has not finished. Raises DataError if it is damaged."""
         return artifacts.read_done(self.directory(stage))
 
 
@@ -373,7 +374,7 @@ class CheckResult:
 
 
 def index_if_made(path: str) -> Index | None:
-    """Load the index of a data set; return None if it cannot be read, for example before its pack stage has run."""
+    """Load the index of a data set; return None if it cannot be read, for example because the set is not packed yet."""
     try:
         return load_index(path)
     except PatchlineError:
@@ -390,13 +391,13 @@ class Available:
         self.readers_of: dict[str, list[Stage]] = {}  # parent stage's name → stages that read its output
 
     def index(self, value: str) -> Index | None:
-        """Return the index of a data set in the recipe; None if it does not exist yet."""
+        """Return the index of a data set in the recipe; None if the index does not exist yet."""
         if value not in self.indexes:
             self.indexes[value] = index_if_made(self.campaign.path_of(value))
         return self.indexes[value]
 
     def classes(self, value: str) -> int | None:
-        """Return the number of classes of a data set, or a lower bound before it is packed; None if unknown."""
+        """Return the number of classes in a data set (before packing, a lower bound); None if unknown."""
         index = self.index(value)
         if index is not None:
             return index.classes

@@ -1,9 +1,9 @@
-"""The data sets of a pack stage: the sources of their images, and the numbering of their classes.
+"""The data sets of a pack stage: the sources of the images, and the numbering of the classes.
 
 All data sets of a stage share one class numbering, so that a class has the same id in train and test:
-1. The data set `train` (or the first data set, if there is no `train`) is numbered like its source, or by its `names`
-   or `classes_of`.
-2. Other data sets whose sources have class names are numbered by name in the same way; unknown names are an error.
+1. The data set `train` (or the first data set, if there is no `train`) is numbered like its source, or according to its
+   `names` or `classes_of`.
+2. Other data sets whose sources have class names get the same ids for the same names; unknown names are an error.
 3. A data set with its own `names` or `classes_of` uses those instead. Sources without class names keep their ids.
 """
 
@@ -178,7 +178,7 @@ def subset_rule(cfg: SetConfig) -> Rule:
 
 
 def known_set(cfg: SetConfig) -> Archive | None:
-    """Return the published data set of a source; None if the source is the user's own images. Raises DataError."""
+    """Return the published data set that a source names; None for the user's own images. Raises DataError."""
     if cfg.source in OWN:
         return None
     wnids = None
@@ -196,10 +196,10 @@ def known_set(cfg: SetConfig) -> Archive | None:
 
 
 def numberings_of(sets: Mapping[str, SetConfig], log: Callable[[str], None]) -> dict[str, Numbering]:
-    """Return the class numbering of each data set; a class gets the same id in all of them. Log renumbered data sets.
+    """Return the class numbering of each data set, with the same id for a class in all; log renumbered data sets.
 
-    The result excludes unlabelled data sets, and subsets, which keep the numbering of their parent. Raises DataError,
-    see `numbering_of`.
+    The result excludes unlabelled data sets, and subsets, which keep the numbering of their parent. Raises DataError
+    (see `numbering_of`).
     """
     packed_sets = {}
     for name, cfg in sets.items():
@@ -265,7 +265,7 @@ def reader_of(cfg: SetConfig, function: str) -> Callable[..., Any]:
 def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, giver: str = "") -> Numbering:
     """Return a data set's class numbering: by `names`, by `classes_of`, like the `first` data set, or like its source.
 
-    `name` is the name of this data set, and `giver` the name of the first one. Raises DataError with the classes
+    `name` is the name of this data set, and `giver` the name of the first. Raises DataError, which lists the classes
     missing from the numbering.
     """
     own = source_names(cfg)
@@ -293,7 +293,7 @@ def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, give
 
 
 def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
-    """Return an iterator over a data set's samples with numbered classes. Raises DataError, see `source_names`."""
+    """Return an iterator over a data set's samples with numbered classes. Raises DataError (see `source_names`)."""
     if cfg.source == "digits":
         return numbered(digits(train=cfg.split == "train", image_size=cfg.image_size), numbering)
     check_paths(cfg)
@@ -325,7 +325,7 @@ def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
 
 
 def check_paths(cfg: SetConfig) -> None:
-    """Raise DataError if one of a source's paths does not exist."""
+    """Raise DataError if any path of a source does not exist."""
     # Sources are generators, so a wrong path would be noticed only at the first sample.
     for message in missing_paths(cfg).values():
         raise DataError(message)

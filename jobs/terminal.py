@@ -1,4 +1,4 @@
-"""Terminal output of a command: lines, the current activity, and progress bars.
+"""The terminal output of a command: lines, the current activity, and progress bars.
 
     progress = ProgressMeter("samples", total=60_000)
     progress(1_200, "3 shards")        1.2k of 60.0k samples  3 shards  240/s  eta 4m05s
@@ -49,7 +49,7 @@ class LiveBar:
     """A progress bar at the bottom of a terminal, with a spinner that shows that the process is alive."""
 
     def __init__(self, file: TextIO | None = None) -> None:
-        """Draw on stdout, or on the given stream."""
+        """Set up a bar on stdout, or on the given stream."""
         # Imported here, because rich takes 0.1 s and most commands show no bar.
         from rich.console import Console
         from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -91,7 +91,7 @@ class LiveBar:
 
 
 class Activity:
-    """Shows the current activity if it takes longer than WAIT_S: as a bar on a terminal, else as a line on stderr."""
+    """Shows an activity that takes longer than WAIT_S: as a bar on a terminal, otherwise as a line on stderr."""
 
     def __init__(self) -> None:
         self.text = ""  # "" if there is nothing to show
@@ -112,7 +112,7 @@ class Activity:
             self.timer.start()
 
     def speak(self) -> None:
-        """Show the current activity; called after WAIT_S."""
+        """Show the current activity; called once it has taken WAIT_S."""
         with self.lock:
             if self.text and not self.show(0, None, self.text):
                 print(self.text, file=sys.stderr, flush=True)
@@ -140,7 +140,7 @@ activity = Activity()  # one per process, because a terminal has room for one ba
 
 
 class ProgressMeter:
-    """Shows the progress of a long task with `show` or, if that returns False, a line every `every_s` seconds."""
+    """Shows the progress of a long task with `show` or, if that returns False, by a line every `every_s` seconds."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class Terminal:
             self.waiting.put(MoveBar())
 
     def close(self) -> int:
-        """Wait for the remaining lines, and remove the bar; return how many lines were never written."""
+        """Wait for the queued lines to be written, and remove the bar; return how many lines were never written."""
         if self.handle is None:
             return 0
         self.waiting.put(None)
@@ -299,7 +299,7 @@ class Terminal:
                 bar.close()
 
     def put(self, bar: LiveBar | None, text: str) -> None:
-        """Write one line."""
+        """Write a line to the stream, above the bar if there is one."""
         if bar is not None:
             bar.write(folded(text, bar.rich.console.width))
         else:
@@ -308,7 +308,7 @@ class Terminal:
 
 
 def folded(text: str, width: int) -> str:
-    """Wrap long lines of a text at words, for a terminal with `width` columns.
+    """Wrap the long lines of a string at spaces, for a terminal with `width` columns.
 
     Continuation lines are indented. A command stays on one line, so that it can be copied.
     """
@@ -334,7 +334,7 @@ def folded(text: str, width: int) -> str:
 
 
 def for_stream(text: str, stream: TextIO) -> str:
-    """Return a text for a stream: wrapped for a terminal, unchanged for any other stream."""
+    """Return a string as it should be written to a stream: wrapped for a terminal, otherwise unchanged."""
     if not stream.isatty():
         return text
     return folded(text, shutil.get_terminal_size().columns)
@@ -375,7 +375,7 @@ def program() -> str:
 
 
 def as_typed(text: str) -> str:
-    """Replace "python -m jobs" in a text with the program name that the user typed."""
+    """Replace "python -m jobs" in a string with the program name that the user typed."""
     return text.replace(f"{COMMAND} ", f"{program()} ")
 
 
@@ -397,7 +397,7 @@ def echo(line: str) -> None:
 
 
 def write_last(text: str) -> None:
-    """Write a line to stderr before the process exits; give up after a few seconds if stderr blocks."""
+    """Write a line to stderr before the process exits; give up after a few seconds if the write blocks."""
     stream = sys.stderr
     text = for_stream(as_typed(text), stream)
     handle = handle_of(stream)

@@ -1,4 +1,4 @@
-"""The models of the paper, and loading, saving and transferring their weights.
+"""The paper's models, and functions to load, save and transfer their weights.
 
 models.build("B/16", image_size=224, classes=1000)    a freshly initialised model
 models.load(path), models.save(model, path, format)   read and write our own and other libraries' weight files
@@ -44,7 +44,7 @@ LATER = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a name of LATER, or the module `masked`, at its first use (PEP 562)."""
+    """Import a name listed in LATER, or the module `masked`, on first use (PEP 562)."""
     if name == "masked":
         return import_module("models.masked")
     for module, names in LATER.items():

@@ -4,7 +4,7 @@
 
     config = config_of("B/16")
     parameters_of(config)                         86_567_656
-    macs_of(config)                               17.56e9 multiply-accumulates of one image's forward pass
+    macs_of(config)                               17.56e9 multiply-accumulates in the forward pass of one image
     training_flops(config, images=1)              105.4e9, by the rule of the paper's table 6
 """
 
@@ -50,7 +50,7 @@ def module_of(config: ModelConfig) -> Any:
 
 
 def empty(config: ModelConfig) -> Model:
-    """Return the module on the meta device: names and shapes, no memory."""
+    """Return the module on the meta device, with parameter names and shapes but no allocated memory."""
     module = module_of(config)
     # torch's layers initialise themselves at construction; on the meta device that is free.
     with torch.device("meta"):
@@ -58,7 +58,7 @@ def empty(config: ModelConfig) -> Model:
 
 
 def from_config(config: ModelConfig, generator: Generator | None = None) -> Model:
-    """Return a freshly initialised module on the default device; the meta device needs no memory."""
+    """Return a freshly initialised module on the default device; on the meta device, no memory is allocated."""
     model = empty(config)
     device = torch.get_default_device()
     if device.type != "meta":
@@ -78,7 +78,7 @@ def build(name: str, image_size: ImageSize = 224, classes: int = 1000, **config:
 def normalise(images: Tensor, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Move uint8 images to the device and normalise them as the model expects.
 
-    By default to [−1, 1] (SPEC 2.5: value_range(-1, 1)), otherwise by the config's pixel_mean and pixel_std.
+    The default range is [−1, 1] (SPEC 2.5: value_range(-1, 1)); the config can set pixel_mean and pixel_std instead.
     """
     pixels = images.to(device, non_blocking=True).float()
     mean = getattr(config, "pixel_mean", HALF)
@@ -92,7 +92,7 @@ def normalise(images: Tensor, config: ModelConfig, dtype: torch.dtype, device: t
 # Cached, because every step needs them and a copy to the GPU takes time.
 @functools.lru_cache(maxsize=32)
 def scaling(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return factor and offset (3, 1, 1) for pixels of 0 … 255: pixel * factor - offset."""
+    """Return the factor and offset, (3, 1, 1) each, that normalise pixels from 0 to 255: pixel * factor - offset."""
     deviation = torch.tensor(std, dtype=torch.float64)
     factor = 1 / (255 * deviation)
     offset = torch.tensor(mean, dtype=torch.float64) / deviation
@@ -105,15 +105,15 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
-    """Apply `torch.compile` to each block in place; names stay, and one compilation serves all blocks."""
-    # `torch.compile(model)` would prefix all names of the state dict by `_orig_mod.`. `Module.compile` would include
+    """Apply `torch.compile` to each block in place, with one compilation for all; parameter names do not change."""
+    # `torch.compile(model)` would prefix all names in the state dict with `_orig_mod.`. `Module.compile` would include
     # the hooks around `forward`, in which ZeRO 3 gathers a block, and give up after eight compilations.
     for block in blocks(model).values():
         block.forward = torch.compile(block.forward, **options)
 
 
 def decayed_parameters(model: nn.Module) -> set[str]:
-    """Return the names of the parameters with weight decay: only the original's `*/kernel`s (SPEC 2.2).
+    """Return the names of the parameters with weight decay: the `*/kernel` parameters of the original (SPEC 2.2).
 
     Selects by module type, not by rank, because ZeRO-3 flattens the parameters that it partitions.
     """
@@ -131,7 +131,7 @@ def parameters_of(config: ModelConfig) -> int:
 # The cache distinguishes a call with an explicit default from one without; the model is then counted twice.
 @functools.lru_cache(maxsize=64)
 def macs_of(config: ModelConfig, kept_patches: int | None = None) -> int:
-    """Return the multiply-accumulates of one image's forward pass, in all matrix products and convolutions.
+    """Return the multiply-accumulates of all matrix products and convolutions in the forward pass of one image.
 
     Counted as in the paper, including the last block's work on tokens that pooling does not read. With `kept_patches`,
     only this many patches pass through the blocks, as in `ViT.encode`.
@@ -155,7 +155,7 @@ def macs_of(config: ModelConfig, kept_patches: int | None = None) -> int:
 
 
 def training_flops(config: ModelConfig, images: int, kept_patches: int | None = None) -> int:
-    """Return the floating-point operations of training on this many images, by the accounting rule of SPEC 2.8."""
+    """Return the floating-point operations for training on this many images, by the accounting rule of SPEC 2.8."""
     return FLOPS_PER_MAC_TRAINED * macs_of(config, kept_patches) * images
 
 
@@ -175,13 +175,13 @@ def tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
 
 
 def check_weights(weights: dict[str, Tensor], config: ModelConfig) -> None:
-    """Raise ValueError listing every key of `weights` that is missing, unknown or of the wrong shape for `config`."""
+    """Raise ValueError listing every key of `weights` that is missing, unknown or has the wrong shape for `config`."""
     expected = tensor_shapes(empty(config).named_parameters())
     check_shapes(tensor_shapes(weights.items()), expected, config.family)
 
 
 def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: str) -> None:
-    """Raise ValueError listing every key of `shapes` that is missing, unknown or of an unexpected shape."""
+    """Raise ValueError listing every key of `shapes` that is missing, unknown or has an unexpected shape."""
     # List all problems at once: fixing a file by hand should not take one run per key.
     wrong = []
     for name, shape in expected.items():

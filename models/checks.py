@@ -1,4 +1,4 @@
-"""Checks shared by the configs of all families; errors state the value, the expectation, and a valid value."""
+"""Checks shared by the configs of all model families; errors state the value found, what was expected, and a remedy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, TypeGuard
 
 
 def pair(name: str, value: object) -> tuple[int, int]:
-    """Return a single number as an equal pair, and a pair as Python integers.
+    """Return a single number n as (n, n), and a pair as Python integers.
 
-    Raises ValueError unless the value is one positive integer or two.
+    Raises ValueError unless the value is a positive integer or a pair of positive integers.
     """
     # JSON and YAML contain lists, a command line a single number; `json.dumps` later fails on NumPy integers.
     values: tuple[Any, ...] = (value, value)
@@ -23,7 +23,7 @@ def pair(name: str, value: object) -> tuple[int, int]:
 
 
 def is_integer(value: Any, least: int = 1) -> TypeGuard[int]:
-    """Return whether a value is an integer of at least `least`; NumPy integers count."""
+    """Return whether a value is an integer (Python's or NumPy's) of at least `least`."""
     # Python treats True and False as integers, but as a size or a number of layers they are mistakes.
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
@@ -45,7 +45,7 @@ def at_least(config: object, least: int, names: tuple[str, ...]) -> None:
 
 
 def multiple(name: str, value: int, step: int, divisor: str, nearest: str = "nearest") -> None:
-    """Raise ValueError if `value` is not a multiple of `step`, which the message calls `divisor`: "12 heads"."""
+    """Raise ValueError if `value` is not a multiple of `step`, described in the message as `divisor` ("12 heads")."""
     if value % step == 0:
         return
     below = value // step * step
@@ -57,7 +57,7 @@ def multiple(name: str, value: int, step: int, divisor: str, nearest: str = "nea
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" with the closest known name; if none is close, list all known names."""
+    """Return "; did you mean 'x'?" with the closest known name, or a list of all known names if none is close."""
     names = sorted(known)
     # difflib counts a difference in capitals as an error: without lower case, "b" would not be close to "B".
     by_lower_case: dict[str, list[str]] = {}  # names that differ only in capitals share an entry: the sizes G and g

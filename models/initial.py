@@ -1,4 +1,4 @@
-"""Initial values of every parameter, as in the original code (SPEC 1.2): one table of rules for all families.
+"""Initialise parameters as in the original code (SPEC 1.2), with one table of rules for all model families.
 
 How a parameter is initialised:
 1. its full name, such as "blocks.0.attention.qkv.weight", is matched against the patterns of RULES, top to bottom;
@@ -96,5 +96,5 @@ def fill(name: str, tensor: Tensor, config: ViTConfig | BiTConfig, generator: Ge
         nn.init.trunc_normal_(tensor, std=sigma, a=-2 * sigma, b=2 * sigma, generator=generator)
     else:
         # Without a rule, the parameter would keep arbitrary memory: `empty` and `to_empty` initialise nothing.
-        raise AssertionError(f"no rule in models/initial.py fits parameter {name}")
+        raise AssertionError(f"no rule in models/initial.py matches parameter {name}")
     return tensor

@@ -1,9 +1,10 @@
 """Masked patch prediction (paper B.1.2, SPEC 2.7): corrupt half of the patch embeddings and predict the patches.
 
 1. The ordinary ViT embeds the images.
-2. `Corruption` selects half of the embeddings: most become the mask embedding, some another patch, some stay.
+2. `Corruption` selects half of the embeddings. It replaces most of them with the mask embedding and some with another
+   patch's embedding, and leaves the rest unchanged.
 3. The ViT's blocks process all tokens, and a linear layer predicts each corrupted patch from its token.
-4. `objective` compares the predictions with the original patches: their mean colours or their pixels.
+4. `objective` compares the predictions with the mean colours or the pixels of the original patches.
 
     model = models.build("Masked-B/16", target="mean_color")
     loss_sum, count = masked.objective(model, images, generator)    # images (B, 3, height, width) in [-1, 1]
@@ -30,7 +31,7 @@ COLORS = 512  # 3 bits per channel
 
 
 class Corruption(nn.Module):
-    """Replaces a random subset of patch embeddings, of equal size for every image."""
+    """Replaces a random subset of the patch embeddings; the subset has the same size for every image."""
 
     def __init__(self, config: MaskedConfig) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class Corruption(nn.Module):
         self.swapped = config.swapped
 
     def forward(self, patches: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:
-        """Corrupt patches (B, N, D); return them and the positions (B, K) of the corrupted ones."""
+        """Corrupt some of the patches (B, N, D); return all patches, and the positions (B, K) of those corrupted."""
         batch, patch_count, width = patches.shape
         device = patches.device
         # A seed determines the result only if the order of these three draws stays the same.
@@ -59,7 +60,7 @@ class Corruption(nn.Module):
 
 
 def pick(values: Tensor, places: Tensor) -> Tensor:
-    """Select the entries (B, K, ...) of (B, N, ...) at positions (B, K)."""
+    """Gather the entries (B, K, ...) at positions (B, K) from values (B, N, ...)."""
     images = torch.arange(len(values), device=values.device)
     return values[images[:, None], places]
 
@@ -79,7 +80,7 @@ class MaskedViT(nn.Module):
 
     @property
     def recomputed_blocks(self) -> int:
-        """The number of first blocks of the ViT that recompute their activations in training."""
+        """The number of ViT blocks, counted from the first, that recompute their activations in training."""
         return self.vit.recomputed_blocks
 
     @recomputed_blocks.setter
@@ -87,13 +88,13 @@ class MaskedViT(nn.Module):
         self.vit.recomputed_blocks = blocks
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the features of uncorrupted images, as for a classifier."""
+        """Return the features of uncorrupted images, as the ViT of a classifier does."""
         return self.vit.features(images)
 
     def forward(self, images: Tensor, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
         """Map images (B, 3, height, width) in [-1, 1] to predictions and targets.
 
-        Colours: logits (B, K, S, 512) and classes (B, K, S). Pixels: both (B, K, 3 x patch height x width).
+        For colours: logits (B, K, S, 512) and classes (B, K, S). For pixels: both (B, K, 3 x patch height x width).
         """
         patches, places = self.corruption(self.vit.embed(images), generator)
         # Prefix tokens take part in attention but correspond to no patch: remove them before indexing.
@@ -105,7 +106,7 @@ class MaskedViT(nn.Module):
 
 
 def targets(images: Tensor, config: MaskedConfig) -> Tensor:
-    """Return the target of each patch: normalised pixels (B, N, 3hw), or colour classes 64 r + 8 g + b (B, N, S)."""
+    """Return each patch's target: normalised pixels (B, N, 3hw), or colour classes 64 r + 8 g + b (B, N, S)."""
     if config.target == "pixels":
         return F.unfold(images, config.stride, stride=config.stride).transpose(1, 2)
     cells = CELLS[config.target]
@@ -126,7 +127,7 @@ def targets(images: Tensor, config: MaskedConfig) -> Tensor:
 def objective(
     predict: Predict, images: Tensor, generator: Generator | None = None, left_out: Tensor | None = None
 ) -> tuple[Tensor, int]:
-    """Return the sum over images of the mean loss of their corrupted patches, and the number of images.
+    """Return the sum over images of the mean loss on the image's corrupted patches, and the number of images.
 
     `predict` is a MaskedViT or an engine around it; `generator` is on the images' device. Images marked in `left_out`
     (B,) are corrupted like all others, but their loss is excluded from the sum.

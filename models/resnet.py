@@ -22,7 +22,7 @@ BIT_NORM_EPS = 1e-5
 
 
 def same_padding(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
-    """Pad like TensorFlow's SAME: ceil(size / stride) outputs; an odd pixel goes below and to the right."""
+    """Pad like TensorFlow's SAME, for ceil(size / stride) outputs; an odd pixel is added at the bottom or right."""
     # Torch pads both sides equally, which would change a hybrid's logits by 0.2 to 1.7 (SPEC 1.1).
     borders: list[int] = []  # in F.pad's order, last axis first: left, right, above, below
     for size in (x.shape[3], x.shape[2]):
@@ -34,14 +34,14 @@ def same_padding(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Ten
 
 
 class StdConv(nn.Conv2d):
-    """A convolution with filters standardised over (in, kh, kw) in every forward pass: mean 0 and deviation 1."""
+    """A convolution that standardises its filters over (in, kh, kw) to mean 0 and deviation 1 in every forward pass."""
 
     def __init__(self, inside: int, outside: int, kernel: int, stride: int = 1) -> None:
         super().__init__(inside, outside, kernel, stride, bias=False)
 
 
 class StemConv(StdConv):
-    """The stem's convolution: adds epsilon to the deviation, or as in timm to the variance; pads like TensorFlow."""
+    """The stem's convolution: adds epsilon to the deviation (or to the variance, like timm); pads like TensorFlow."""
 
     variance_eps: float | None = None
 
@@ -99,7 +99,7 @@ class StemUnit(nn.Module):
 
 
 class BiTUnit(nn.Module):
-    """Pre-activation bottleneck, whose projection reads the activated input."""
+    """Pre-activation bottleneck; the shortcut's projection reads the activated input."""
 
     is_repeated = True  # for models.blocks
 
@@ -129,7 +129,7 @@ class BiTUnit(nn.Module):
 
 
 def make_stages(units: tuple[int, ...], width: int, unit: type[nn.Module], name: str) -> nn.Sequential:
-    """Build a ResNet's stages, `block1.unit1` and so on; each doubles the channels and halves the map of the last."""
+    """Build a ResNet's stages (`block1.unit1`, …); each doubles the channels and halves the resolution."""
     stages = nn.Sequential()
     inside = width
     for stage, count in enumerate(units):
@@ -174,7 +174,7 @@ class Stem(nn.Module):
 
 
 class BiT(nn.Module):
-    """The paper's ResNet baseline; maps images (B, 3, height, width) to logits."""
+    """The paper's ResNet baseline (BiT); maps images (B, 3, height, width) to logits."""
 
     def __init__(self, config: BiTConfig) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class BiT(nn.Module):
         self.head = nn.Linear(channels, config.classes) if config.classes else nn.Identity()
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the vectors (B, C) that enter the head: the mean over the last map."""
+        """Return the head's input (B, C): the mean over the last feature map."""
         # Recomputing only helps a backward pass.
         recompute = self.training and torch.is_grad_enabled()
         border = 0.0 if self.config.pool_padding == "zero" else float("-inf")

@@ -1,6 +1,6 @@
-"""Transfer weights to another image size, patch size, pooling or number of classes; report every parameter.
+"""Transfer weights to another image size, patch size, pooling or number of classes, and report on every parameter.
 
-1. Check the weights against the source's config: missing, unknown or mis-shaped keys raise an error.
+1. Check the weights against the source's config: a missing, unknown or mis-shaped key is an error.
 2. Source and target may differ only in FREE fields. For a masked model, extract the ordinary ViT first.
 3. Keep each parameter of the target, resize it (patch filters, position tables), or initialise it (a new head).
 4. Report what happened to every parameter, and how much the positions changed.
@@ -33,7 +33,7 @@ HEAD = ("pre_logits.", "head.")
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What happened to every parameter, and the similarity of neighbouring positions before and after."""
+    """The changes to every parameter, and the similarity of neighbouring positions before and after the transfer."""
 
     kept: tuple[Change, ...] = ()
     resized: tuple[Change, ...] = ()
@@ -59,9 +59,9 @@ def transfer(
     new_head: bool = False,
     generator: Generator | None = None,
 ) -> tuple[dict[str, Tensor], TransferReport]:
-    """Return the complete state dict of the target, made from the source's weights, and a report.
+    """Convert the source's weights to a complete state dict for the target; return it and a report.
 
-    The head (with its tanh layer) is replaced by a zero-initialised one if `new_head` is set or one of the family's
+    The head (with its tanh layer) is replaced with a zero-initialised head if `new_head` is set or one of the family's
     `head_fields` differs (SPEC 1.5); its bias is the target's `head_bias`. Raises ValueError listing every key that
     does not fit.
     """
@@ -132,7 +132,7 @@ def transfer(
 
 
 def resize(name: str, old: Tensor, source: ModelConfig, target: ModelConfig) -> Tensor:
-    """Adapt one parameter of the source to the target; most are returned unchanged."""
+    """Adapt one of the source's parameters to the target; most parameters are returned unchanged."""
     if isinstance(source, BiTConfig) or isinstance(target, BiTConfig):
         return old  # no parameter of a ResNet depends on the image size
     # Between two masked models, the ViT's names have this prefix.
@@ -161,7 +161,7 @@ def resize(name: str, old: Tensor, source: ModelConfig, target: ModelConfig) -> 
 
 
 def fit_slots(table: Tensor, slots: int, new_slots: int) -> Tensor:
-    """Adapt a table (1, S, D), whose first `slots` entries belong to prefix tokens, to another number of these."""
+    """Adapt a position table (1, S, D) from `slots` leading entries for prefix tokens to `new_slots` entries."""
     # Registers are not in FREE, so only the class token can be added or removed. Its entry is the first one: remove it,
     # or add zeros.
     without_slots = table[:, max(slots - new_slots, 0) :]
@@ -182,7 +182,7 @@ def resize_patches(weight: Tensor, patch: tuple[int, int]) -> Tensor:
 
 
 def neighbour_similarity(state: dict[str, Tensor], config: ViTConfig) -> float:
-    """Return the mean cosine similarity of adjacent entries of the first position table; 1.0 for a single patch."""
+    """Return the mean cosine similarity of adjacent position embeddings in the first table; 1.0 for a single patch."""
     table = position_table(state, config)[0, config.position_slots :]
     image = F.normalize(table.double().reshape(*config.grid, -1), dim=-1)  # (rows, columns, D)
     down = (image[1:] * image[:-1]).sum(-1)

@@ -73,7 +73,7 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
     require(
         (model.family == "masked") == is_masked,
         f"objective {cfg.objective} cannot train a model of family {model.family}\n"
-        "  objective=masked requires a masked model, such as model.name=Masked-B/16, and the other way round",
+        "  objective=masked requires a masked model, such as model.name=Masked-B/16, which no other objective trains",
     )
     if source is not None:
         try:
@@ -89,10 +89,10 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
 
 
 def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int], key: str = "model") -> None:
-    """Raise DataError if a set has more classes than the model's head; raise ConfigError for non-square images.
+    """Raise DataError if a data set has more classes than the model's head; raise ConfigError for non-square images.
 
-    `classes` maps the path of each existing labelled set to its number of classes. `key` is the dotted path of the
-    model's section, used in messages.
+    `classes` maps the path of each existing labelled data set to its number of classes. `key` is the dotted path of
+    the model's section, used in messages.
     """
     height, width = model.image_size
     require(

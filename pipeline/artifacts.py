@@ -1,4 +1,4 @@
-"""Writes a stage's records, and verifies that its records and output files have not changed.
+"""Writes the records of a stage, and verifies that the stage's records and output files have not changed.
 
 1. A record (stage.json, task.json, provenance.json, done.json) is JSON that ends with its own sha256 (`write_record`).
 2. A stage's done.json, or the provenance.json of imported or exported weights, lists the size and sha256 of every
@@ -60,7 +60,7 @@ def write_record(path: Path, values: Mapping[str, object]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a record and verify its digest. Raises DataError if it is truncated or altered, OSError if unreadable.
+    """Read a record and verify its digest. Raises DataError if it is truncated or altered, OSError if it is unreadable.
 
     The values are plain JSON types.
     """
@@ -85,14 +85,14 @@ def read_done(folder: Path) -> dict[str, Any] | None:
 
 
 def started_s(folder: Path) -> float:
-    """Return the time of a stage's first start, in seconds since 1970."""
+    """Return the time at which a stage first started, in seconds since 1970."""
     return recorded_s(folder / "stage.json", "started")
 
 
 def recorded_s(path: Path, entry: str) -> float:
-    """Return the time under key `entry` of a record, in seconds since 1970; by default the file's modification time.
+    """Return a record's time under the key `entry`, in seconds since 1970, or the file's mtime if there is none.
 
-    The default also applies to a truncated or altered record.
+    The mtime is also returned for a truncated or altered record.
     """
     # The stage's status line reports altered records.
     with suppress(DataError):
@@ -148,7 +148,7 @@ def covering_record(folder: Path) -> Covering | None:
 
 
 def recorded_sha256(folder: Path) -> str | None:
-    """Return the recorded sha256 of a folder's weights; None if no record covers them. Raises DataError."""
+    """Return the recorded sha256 of a folder's weights; None if no record lists them. Raises DataError."""
     covering = covering_record(folder)
     if covering is None or WEIGHTS not in covering.files:
         return None
@@ -156,7 +156,7 @@ def recorded_sha256(folder: Path) -> str | None:
 
 
 def check_files(folder: Path, log: Callable[[str], None]) -> bool:
-    """Verify every recorded output file of a folder against its digest; return False if no digests are recorded.
+    """Verify every output file recorded for a folder against its digest; return False if no digests are recorded.
 
     Logs a line if the verification took long. Raises DataError for the first altered file.
     """
@@ -179,7 +179,7 @@ def log_if_slow(began: float, checked_bytes: int, folder: Path, log: Callable[[s
 
 
 def check_file(path: Path, expected: FileRecord, covering: Covering) -> FileRecord:
-    """Return a file's size and sha256. Raises DataError if they differ from the `expected` ones in the record."""
+    """Return a file's size and sha256. Raises DataError if they differ from the values in the record, `expected`."""
     if not path.is_file():
         raise altered(path, f"it is missing, although {covering.path.name} lists it", covering)
     actual = digest_of(path)
@@ -237,7 +237,7 @@ def check_weights(folder: Path, log: Callable[[str], None]) -> CheckedWeights:
 def load_weights(folder: Path) -> tuple[dict[str, "Tensor"], models.ModelConfig]:
     """Load the state dict and the model config from a folder of weights in Patchline's format.
 
-    Raises DataError if they are invalid, do not match each other, or contain NaN or infinity; OSError if unreadable.
+    Raises DataError if they are invalid, do not match, or contain NaN or infinity; OSError if a file is unreadable.
     """
     try:
         return models.load_weights(folder)
@@ -248,7 +248,7 @@ def load_weights(folder: Path) -> tuple[dict[str, "Tensor"], models.ModelConfig]
 def fetch_weights(storage: Storage, stage: str) -> None:
     """Download the exported weights of a finished stage to this node if necessary, and verify their digests.
 
-    Raises DataError if the stage has not finished or its files are altered; StorageError, OSError.
+    Raises DataError if the stage has not finished or its files are altered. Also raises StorageError and OSError.
     """
     if storage.is_shared:
         return  # every node can read the files, and the driver has already verified them
@@ -276,7 +276,7 @@ def fetch_weights(storage: Storage, stage: str) -> None:
 
 
 def altered(path: Path, difference: str, covering: Covering | None) -> DataError:
-    """Build the error for an altered file: which file, what was expected, and how to recover."""
+    """Build the error for an altered file; the message states what was expected and how to recover."""
     folder = path.parent
     copy = f"  restore {path.name} from a copy"
     values = covering.values if covering is not None else {}

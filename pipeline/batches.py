@@ -1,18 +1,18 @@
-"""Feeds a worker's micro-batches to the model: from the loader to images on the device and a loss.
+"""Feeds a worker's micro-batches from the loader to the model, and computes their loss.
 
 1. `planned_ids` returns the samples of a step's global batch and marks those that a hook masks.
-2. `micro_batches` iterates this worker's micro-batches from a given step on, on its device, in the image size of the
-   step's phase. A stop request interrupts the wait for the first batch.
+2. `micro_batches` iterates over this worker's micro-batches, starting at a given step; images are on its device, in the
+   image size of the step's phase. A stop request interrupts the wait for the first batch.
 3. `next_batch` returns the next micro-batch, and reports to the driver which shard it is waiting for.
 4. `begin_forward` seeds the random draws of the forward pass and converts the images to floats.
 5. One of OBJECTIVES, chosen by the recipe's `objective`, returns the loss summed over the micro-batch; the loop weights
    the loss and calls backward.
 
-In:  the worker's part of the sample order, as `data.loader` decodes it: Batch, images (b, 3, S, S) uint8
+In:  the worker's part of the sample order, decoded by `data.loader`: Batch, images (b, 3, S, S) uint8
 Out: the same Batch on the device, images (b, 3, S, S) in [−1, 1] in the model's data type, and a scalar loss
 
-All random draws (mixup, corruption, dropout, kept patches) depend only on the seed, the step and the samples: not on
-the rank, the world size, or the step that the run started from.
+All random draws (mixup, corruption, dropout, kept patches) depend only on the seed, the step and the samples, and not
+on the rank, the world size, or the step that the run started from.
 
 A masked sample is excluded from training and changes nothing else:
 1. It is read and decoded in its slot, so every other sample keeps its row, augmentation and random draws.
@@ -21,8 +21,8 @@ A masked sample is excluded from training and changes nothing else:
 3. A step's loss and gradient are means over the planned, unmasked samples of the global batch: the same at any world
    size. If all samples are masked, the gradient is 0 and the step still counts.
 4. The ledger counts a masked sample n as −1 − n, so equal ledgers still mean equal data.
-A row is masked according to the sample that it really holds: a bad sample's replacement may be masked, or the
-replacement of a masked sample may not be.
+Whether a row is masked depends on the sample that it actually holds: the replacement of a bad sample may be masked, and
+the replacement of a masked sample may be unmasked.
 """
 
 import queue
@@ -63,7 +63,7 @@ GREY = 128  # pixel value out of 255; nearly 0 after normalisation
 
 
 def planned_ids(worker: "Worker", step: int) -> Ids:
-    """Return the sample ids of a step's global batch as counted in the ledger: a masked sample n becomes −1 − n."""
+    """Return the sample ids of a step's global batch as the ledger counts them: a masked sample n becomes −1 − n."""
     planned = worker.data.order.batch(step)
     masked = masked_by(worker.hooks, step, planned.shard, planned.sample)
     if masked is None:
@@ -77,7 +77,10 @@ def samples_in_mean(planned: Ids) -> int:
 
 
 def micro_batches(worker: "Worker", start_step: int) -> Iterator[Batch]:
-    """Iterate this worker's micro-batches from a step on, on its device and at the image size of each step's phase."""
+    """Iterate over this worker's micro-batches from `start_step` on, on its device.
+
+    The images have the size of each step's phase.
+    """
     cfg = worker.cfg
     data = worker.data
     for phase in data.phases:
@@ -106,7 +109,9 @@ def micro_batches(worker: "Worker", start_step: int) -> Iterator[Batch]:
 
 
 def wait_for_first_batch(worker: "Worker", loader: TrainLoader) -> Generator[Batch]:
-    """Iterate the loader's batches; a stop request interrupts the wait for the first one (minutes on a cold cache).
+    """Iterate over the loader's batches; a stop request interrupts the wait for the first batch.
+
+    With a cold cache, this wait can take minutes.
 
     Call this only at the start of the loop, when all steps are committed and each worker may stop independently.
     Raises Preempted in the waiting worker.
@@ -145,7 +150,7 @@ def wait_for_first_batch(worker: "Worker", loader: TrainLoader) -> Generator[Bat
 
 
 def next_batch(worker: "Worker", batches: Iterator[Batch], step: int, planned: Ids) -> Batch:
-    """Return the next micro-batch of a step; `planned` are the samples of the step's global batch."""
+    """Return the next micro-batch of a step; `planned` holds the sample ids of the step's global batch."""
     # Report the shard of this worker's first sample to the driver, which shows it if the wait is long.
     first_slot = worker.data.arithmetic.slots(worker.group.rank).start
     worker.group.phases.enter("data", step, worker.data.index.shards[planned.shard[first_slot]].name)
@@ -168,7 +173,7 @@ def without_rows(batch: Batch, masked: np.ndarray) -> Batch:
 
 
 def begin_forward(worker: "Worker", step: int, batch: Batch) -> Tensor:
-    """Seed the random draws of a micro-batch's forward pass; return its images (b, 3, S, S) as the model's input."""
+    """Seed the random draws for a micro-batch's forward pass; return the images (b, 3, S, S) as the model's input."""
     # Seeded only by the step and the samples, so a resumed run draws the same dropout as an uninterrupted one.
     torch.manual_seed(seed_of_micro_batch(worker.cfg.seed, step, batch.ids, DROPOUT))
     worker.group.phases.enter("forward", step)
@@ -176,7 +181,7 @@ def begin_forward(worker: "Worker", step: int, batch: Batch) -> Tensor:
 
 
 def seed_of_micro_batch(seed: int, step: int, ids: Tensor, *purpose: int) -> int:
-    """Derive the seed of a micro-batch's random draws from the seed, step, sample ids and purpose."""
+    """Derive the seed for a micro-batch's random draws from the run's seed, the step, sample ids and purpose."""
     # Torch's generators take 64-bit seeds; 15 hexadecimal digits are 60 bits.
     return int(config.digest((seed, step, *ids.flatten().tolist(), *purpose))[:15], 16)
 
@@ -205,7 +210,7 @@ def classification_loss(worker: "Worker", step: int, images: Tensor, batch: Batc
 
 
 def patches_to_keep(worker: "Worker", step: int, batch: Batch) -> list[Tensor]:
-    """Return the patches (b, K) to keep of every image in this step, on the device; an empty list to keep all."""
+    """Return the indices (b, K) of the patches to keep in each image, on the device; an empty list to keep all."""
     draw_patches = phase_at(step, worker.data.phases).draw_patches
     if draw_patches is None:
         return []

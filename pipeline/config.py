@@ -7,8 +7,9 @@
     recipe.yaml  pretrain: {optim: {lr: 1e-3}}        override  pretrain.steps=100
     build(TrainConfig, {"optim": {"lr": 0.001}, "steps": 100}, "pretrain")  →  TrainConfig(steps=100, …)
 
-Each config field has a resume tag: a "free" field may change when a stage resumes; a change of a "warn" field is
-logged; a change of a "forbid" field stops the command and shows the difference. Only "forbid" fields enter the key.
+Each config field has a resume tag: a "free" field may change when a stage resumes; a change to a "warn" field is
+logged; a change to a "forbid" field stops the command and shows the difference. Only "forbid" fields are part of the
+stage's key.
 """
 
 import dataclasses
@@ -86,7 +87,7 @@ def require(condition: bool, message: str) -> None:
 def build(kind: type[Config], section: object, where: str, defaults: Config | None = None) -> Config:
     """Build a frozen config of class `kind` from its defaults and a plain section; `where` is its path in messages.
 
-    `defaults` is an instance. Raises ConfigError naming the key, its value and what was expected.
+    `defaults` is an instance of `kind`. Raises ConfigError naming the key, its value and what was expected.
     """
     return _filled(kind, _read_section(kind, section, where, (kind, where)), where, where, defaults)
 
@@ -94,7 +95,7 @@ def build(kind: type[Config], section: object, where: str, defaults: Config | No
 def _filled(
     kind: type[Config], values: Mapping[str, object], path: str, stage_path: str, defaults: object = None
 ) -> Config:
-    """Return an instance of `kind` with these values, which `_read_section` has read, and defaults for the others.
+    """Return an instance of `kind` with these values, read by `_read_section`, and defaults for all other fields.
 
     Raises ConfigError for a missing value, for null in place of a section, and for values that the class rejects.
     """
@@ -127,9 +128,9 @@ def _filled(
 
 
 def build_recorded(kind: type[Config], values: Mapping[str, Any], where: str) -> Config:
-    """Build a config from the plain values of a record, possibly written by an earlier version of Patchline.
+    """Build a config from plain values in a record, which an earlier version of Patchline may have written.
 
-    Keys that no longer exist are dropped if their value is null. Raises ConfigError like `build`.
+    Keys that no longer exist are ignored if their value is null. Raises ConfigError like `build`.
     """
     known = {field.name for field in dataclasses.fields(kind)}
     usable = {name: value for name, value in values.items() if name in known or value is not None}
@@ -146,7 +147,7 @@ def with_defaults(config: Config, names: str) -> Config:
 
 
 def default_of(field: "dataclasses.Field[Any]") -> Any:
-    """Return the default value of a dataclass field; the field must have one."""
+    """Return the default value of a dataclass field, which must have a default."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
@@ -159,7 +160,7 @@ def type_hints(kind: type[ConfigDataclass]) -> Mapping[str, Any]:
 
 
 def as_declared(value: object, hint: Any) -> Any:
-    """Convert a value that has been read for a field of this type: whole numbers to floats or text, also in lists."""
+    """Convert a parsed value to the type of its field: integers become floats or strings, also inside lists."""
     allowed = [part for part in get_args(hint) if part is not NoneType]
     if NoneType in get_args(hint) and len(allowed) == 1:
         (hint,) = allowed
@@ -176,7 +177,7 @@ def as_declared(value: object, hint: Any) -> Any:
 def _read_section(
     kind: type[ConfigDataclass], section: object, where: str, stage: tuple[type[ConfigDataclass], str]
 ) -> dict[str, object]:
-    """Convert a plain section and its subsections to values of the types that `kind` declares.
+    """Convert a plain section and its subsections to values of the types declared by `kind`.
 
     `stage` is the config class of the whole stage and its path in messages: an unknown key may belong to another of
     its sections. Raises ConfigError for an unknown key, a value of the wrong type, or a value in place of a section.
@@ -243,7 +244,7 @@ def _read_section(
 
 
 def find_key(word: str, kind: type[ConfigDataclass]) -> str | None:
-    """Find the dotted key of a config, at any depth, that a user's word means: "optim.lr" for "lr"; None if unknown.
+    """Find the dotted config key, at any depth, for a word typed by a user: "optim.lr" for "lr"; None if unknown.
 
     The word may be another library's name for the key, such as epochs or num_classes.
     """
@@ -260,7 +261,7 @@ def find_key(word: str, kind: type[ConfigDataclass]) -> str | None:
 
 
 def keys_of(kind: type[ConfigDataclass]) -> Iterator[str]:
-    """Iterate the dotted keys of a config class: its own keys first, then those of its sections."""
+    """Iterate over the dotted keys of a config class: its own keys first, then the keys of its sections."""
     inside = []
     for name, hint in type_hints(kind).items():
         inner = section_kind(hint)
@@ -277,7 +278,7 @@ def keys_of(kind: type[ConfigDataclass]) -> Iterator[str]:
 
 
 def section_kind(hint: object) -> type[ConfigDataclass] | None:
-    """Return the dataclass `Inner` of a type `Inner`, `Inner | None` or `dict[str, Inner]`; None for other types."""
+    """Return the dataclass `Inner` in a type `Inner`, `Inner | None` or `dict[str, Inner]`; None for other types."""
     for candidate in (hint, *get_args(hint)):
         if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
             return candidate
@@ -285,7 +286,7 @@ def section_kind(hint: object) -> type[ConfigDataclass] | None:
 
 
 def is_number_or_section(hint: object) -> bool:
-    """Return whether a field may hold either a whole number or a section: `int | Inner`."""
+    """Return whether a field can hold either an integer or a section: `int | Inner`."""
     return int in get_args(hint) and section_kind(hint) is not None
 
 
@@ -309,11 +310,11 @@ def digest(value: object) -> str:
 
 
 def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "forbid") -> dict[str, object]:
-    """Return a config's fields with this resume tag as a flat {dotted name: value}, including those of inner configs.
+    """Return the fields with this resume tag in a config and its inner configs, as a flat {dotted name: value}.
 
-    A class without tags (such as those of the data package) inherits `outer`, the tag of the field that contains it.
-    Fields in a class's LATER are omitted if they have their default values: they were added later, and stage keys
-    computed before that must not change.
+    A class without tags (such as the classes in the data package) inherits `outer`, the tag of the field that contains
+    it. Fields listed in a class's LATER are omitted if they have their default values: they were added after stage keys
+    had been computed, and these keys must not change.
     """
     later = later_fields(type(config))
     tag_of_field = resume_tags(type(config))
@@ -344,9 +345,9 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
 
 
 def ordered_fields(kind: type[ConfigDataclass]) -> list["dataclasses.Field[Any]"]:
-    """Return a config's fields in the order of the documentation: those of its main class, then those of extras.
+    """Return a config's fields in documentation order: first the fields of its main class, then the fields of extras.
 
-    A composed config inherits from several classes; its main class is the one with the most fields.
+    A composed config inherits from several classes; the main class is the class with the most fields.
     """
     declared = {base: set(vars(base).get("__annotations__", ())) for base in kind.__mro__}
     main = max(declared.values(), key=len)

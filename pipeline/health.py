@@ -4,12 +4,12 @@ If a step's gradient norm is not finite:
 1. All workers skip the optimizer step, so the weights are unchanged; the step is logged and counted.
 2. After `max_skipped` consecutive steps of this kind the run rolls back once: the range of steps since the last
    checkpoint is written to `excluded-steps.json`, RolledBack ends the attempt, and the next attempt skips those steps.
-3. If it happens again before another checkpoint is committed, Diverged ends the run.
+3. If this happens again before another checkpoint is committed, Diverged ends the run.
 
-A spike is a non-finite gradient norm, or one ten times the usual; it is reported with the steps before it.
+A spike is a non-finite gradient norm, or a norm ten times the usual value; it is reported with the preceding steps.
 
-In:  steps 12 … 16 (counted from 0) are not finite, the last checkpoint is of step 10, max_skipped is 5
-Out: excluded-steps.json holds the range [[10, 17]]: the next attempt loads step 10 and continues with step 17
+In:  steps 12 … 16 (counted from 0) are not finite, the last checkpoint holds step 10, max_skipped is 5
+Out: excluded-steps.json contains the range [[10, 17]]: the next attempt loads step 10 and continues with step 17
 """
 
 import math
@@ -48,7 +48,7 @@ class StepRecord:
 
 
 class Health:
-    """Checks the steps of a run, identically on every worker; `excluded` holds the steps of earlier roll-backs."""
+    """Checks a run's steps, identically on every worker; `excluded` holds the step ranges of earlier rollbacks."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Health:
         return step
 
     def samples_seen(self, step: int) -> int:
-        """Return the number of samples trained on up to this step, not counting excluded steps."""
+        """Return the number of samples trained on up to this step, not counting samples in excluded steps."""
         excluded_steps = 0
         for stretch in self.excluded:
             excluded_steps += len(range(stretch.start, min(stretch.stop, step)))
@@ -138,7 +138,7 @@ class Health:
         self.telemetry.report("spike", values, line)
 
     def roll_back_or_fail(self, step: int) -> None:
-        """Collective: raise RolledBack for a range of bad steps, or Diverged if excluding steps has not helped.
+        """Collective: raise RolledBack to exclude the bad steps, or Diverged if a previous exclusion did not help.
 
         The caller must have committed the save in flight, so that the run rolls back no further than necessary.
         """
@@ -171,7 +171,7 @@ class Health:
         )
 
     def count_bad(self, batch: Batch) -> int:
-        """Count the replaced samples of a batch; log this worker's first one and every thousandth."""
+        """Count the replaced samples in a batch; log this worker's first replaced sample and every thousandth."""
         for bad in batch.bad:
             self.bad_of_this_worker += 1
             number = self.bad_of_this_worker
@@ -181,7 +181,7 @@ class Health:
 
 
 def read_excluded(directory: Path) -> list[range]:
-    """Collective: return the excluded ranges of steps, which rank 0 reads from a file; an empty list without a file."""
+    """Collective: return the excluded step ranges, which rank 0 reads from a file; an empty list without a file."""
     # Only rank 0 reads the file: on shared storage another node may not see it yet and would train different steps.
     path = directory / EXCLUDED_STEPS
     stretches: list[list[list[int]]] = [[]]

@@ -1,11 +1,11 @@
-"""Hooks: extras attach to the training loop through them, with recipe keys and callbacks of their own.
+"""Hooks attach extras to the training loop: each hook adds its own recipe keys and callbacks.
 
-1. A task lists its hooks by name, each with the options of its constructor:
+1. A task lists its hooks by name, each with options for its constructor:
        {"config": {…}, "job": {…}, "hooks": {"pipeline.extras.best:KeepBest": {}}}
-2. `load_classes` imports them; `compose` creates a config class with the keys of TrainConfig and of the hooks.
+2. `load_classes` imports the hooks; `compose` creates a config class with the keys of TrainConfig and of all hooks.
 3. `pipeline.start` instantiates the hooks; the loop calls their methods, which do nothing by default.
 
-A hook must not synchronise with the device: it only computes from plain data on the host.
+A hook must not synchronise with the device: it only uses plain data on the host.
 
 In:  {"pipeline.extras.best:KeepBest": {}}
 Out: a config class with the fields of TrainConfig, `keep_best` and `patience`, and a KeepBest in `Worker.hooks`
@@ -29,7 +29,7 @@ HookOptions = Mapping[str, Mapping[str, Any]]  # "module:Class" → arguments of
 
 
 class ExportChoice(TypedDict):
-    """The step whose weights a stage exports instead of the last step's, and the metric value that decided it."""
+    """The step whose weights a stage exports instead of the last step's, and the metric value behind this choice."""
 
     metric: str
     value: float
@@ -39,7 +39,7 @@ class ExportChoice(TypedDict):
 class StageEvaluator:
     """Evaluates a stage during training and at its end.
 
-    This base class evaluates nothing, for stages without evaluation sets. The evaluator that runs on the training
+    This base class, for stages without evaluation sets, does nothing. The evaluator that runs on the training
     workers is in pipeline/evaluation/in_training.py; a hook may replace it.
     """
 
@@ -64,7 +64,7 @@ class StageEvaluator:
         return True
 
     def evaluate_during_training(self, worker: "Setup", progress: "Progress") -> bool:
-        """Collective: evaluate between two steps; return False if a stop was requested meanwhile."""
+        """Collective: evaluate between two steps; return False if a stop was requested in the meantime."""
         return True
 
     def evaluate_at_end(self, worker: "Setup", progress: "Progress") -> None:
@@ -101,11 +101,11 @@ class Hook:
         return ""
 
     def is_over(self, progress: "Progress") -> str:
-        """Return why the stage should end after this (evaluated) step, or "" to continue; called on rank 0 only."""
+        """Return the reason to end the stage after this (evaluated) step, or "" to continue; called on rank 0 only."""
         return ""
 
     def choose(self) -> ExportChoice | None:
-        """Choose the step whose weights to export, or None for the last; called on rank 0 only, after the last step."""
+        """Choose the step whose weights to export, or None for the last; called after the last step, on rank 0 only."""
         return None
 
 
@@ -128,7 +128,7 @@ def load_classes(names: Iterable[str]) -> list[type[Hook]]:
 
 
 def compose(*parts: type[TrainConfig]) -> type[TrainConfig]:
-    """Return a config class that combines the flat keys of `parts`, which are subclasses of TrainConfig."""
+    """Return a config class that combines the flat keys of `parts`, all subclasses of TrainConfig."""
     return _composed(parts)
 
 

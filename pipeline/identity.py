@@ -2,8 +2,8 @@
 
     differences(workers, MUST_BE_EQUAL)  →  worker 1 on n2 has torch 2.12.0, 2 of 3 nodes have 2.13.0
 
-The expected version of a package is the one on most nodes; each node counts once. If two versions are on the same
-number of nodes, the difference is reported as a tie. The expected version of the code is the driver's.
+The expected version of a package is the version on most nodes; each node counts once. If two versions are on the same
+number of nodes, the difference is reported as a tie. The expected code is the driver's.
 
 This module does not import torch, so that a node without workers can report its identity quickly.
 """
@@ -77,7 +77,7 @@ def git_commit() -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that should match on all workers; "none" if not installed."""
+    """Return the versions of Python and of packages that must match on all workers; "none" if not installed."""
     versions = {"python": sys.version.split()[0]}
     for package in (*MUST_BE_EQUAL, *SHOULD_BE_EQUAL[1:]):
         try:
@@ -100,14 +100,14 @@ class Identity(TypedDict):
 
 
 def workers_per_gpu() -> int:
-    """Return how many workers may share a GPU: 1, or more in a trial of distributed training on a single GPU.
+    """Return how many workers may share a GPU: 1, or more to try distributed training on a single GPU.
 
     Raises ConfigError if the environment variable is not a positive whole number.
     """
     text = os.environ.get(WORKERS_PER_GPU, "1")
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(
-            f"{WORKERS_PER_GPU} is {text!r}, expected a whole number of at least 1\n  unset it, or set it to 2"
+            f"{WORKERS_PER_GPU} is {text!r}, expected a positive whole number\n  unset it, or set it to 2, for example"
         )
     return int(text)
 
@@ -156,7 +156,7 @@ class Difference:
 
 
 def differences(workers: Sequence[Identity], names: Sequence[str]) -> list[Difference]:
-    """Return the Difference of each named property (a package, or one of DEVICE) that is not equal on all workers."""
+    """Return a Difference for each named property (a package, or one of DEVICE) that differs between workers."""
     result = []
     for name in names:
         values = []
@@ -185,7 +185,7 @@ def differences(workers: Sequence[Identity], names: Sequence[str]) -> list[Diffe
 
 
 def code_mismatch(workers: Sequence[Identity], code: str) -> str:
-    """Describe the first worker whose code differs from the driver's (digest `code`); "" if all are equal."""
+    """Describe the first worker whose code differs from the driver's (digest `code`); "" if no worker's code does."""
     others = [worker for worker in workers if worker["code"] != code]
     if not others:
         return ""

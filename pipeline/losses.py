@@ -1,4 +1,4 @@
-"""Losses on dense targets, conversion of padded label lists to targets, and mixup.
+"""Computes losses on dense targets, converts padded label lists to targets, and applies mixup.
 
 targets = dense_targets(labels, classes=1000)               labels (B, L), padded with −1
 LOSSES["sigmoid"](logits, targets)                          (B,)
@@ -17,7 +17,7 @@ from pipeline.optimization import Loss
 
 
 def dense_targets(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
-    """Turn class ids (B, L), padded with −1, into multi-hot float32 targets (B, C), smoothed to t·(1 − s) + s/C."""
+    """Convert class ids (B, L), padded with −1, to multi-hot float32 targets (B, C), smoothed to t·(1 − s) + s/C."""
     # scatter_ needs a valid index for the padding too: it writes to an extra column, which is then removed.
     targets = torch.zeros(len(labels), classes + 1, device=labels.device)
     targets.scatter_(1, labels.masked_fill(labels < 0, classes), 1.0)
@@ -28,7 +28,7 @@ def dense_targets(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tenso
 
 
 def sigmoid_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sigmoid cross-entropy (B,) of logits and targets (B, C), summed over classes.
+    """Return the sigmoid cross-entropy (B,) between logits and targets (B, C), summed over classes.
 
     Matches big_vision's `utils.sigmoid_xent`.
     """
@@ -37,7 +37,7 @@ def sigmoid_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the softmax cross-entropy (B,) of logits and targets (B, C); targets need not sum to 1.
+    """Return the softmax cross-entropy (B,) between logits and targets (B, C); targets need not sum to 1.
 
     Matches big_vision's `utils.softmax_xent`.
     """
@@ -51,7 +51,7 @@ LOSSES: dict[Loss, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def mixup(images: Tensor, targets: Tensor, p: float, seed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Blend every image and target with its neighbour in the batch, as big_vision's `utils.get_mixup`.
+    """Blend every image and target with its neighbour in the batch, like big_vision's `utils.get_mixup`.
 
     Each call draws a single ratio a ~ Beta(p, p) and uses max(a, 1 − a); the partners are the batch rolled by one.
     Pass (seed, step) as `seed`, so that all workers draw the same ratio in a step.

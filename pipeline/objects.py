@@ -1,9 +1,9 @@
-"""Sends objects between workers as JSON: torch's collectives of objects would pickle them.
+"""Sends objects between workers as JSON, because torch's object collectives would pickle them.
 
-Unpickling can execute arbitrary code. Torch's store and gloo accept connections from anyone who reaches their ports, so
-an attacker could run code in the workers. `send_as_json` replaces the pickler of `torch.distributed` in this
-process, for `all_gather_object`, `broadcast_object_list` and their callers in DeepSpeed. A received object can only be:
-a JSON value, a tuple, a dict with other keys, an array of numbers, a tensor, or an instance of CLASSES.
+Unpickling can execute arbitrary code. Torch's store and gloo accept connections from anyone who can reach their ports,
+so an attacker could run code in the workers. `send_as_json` replaces the pickler of `torch.distributed` in this
+process, for `all_gather_object`, `broadcast_object_list` and their callers in DeepSpeed. A received object can only be
+a JSON value, a tuple, a dict with other keys, an array of numbers, a tensor, or an instance of a class in CLASSES.
 
     Decision(None, "full disk", False)  →  {"class": "pipeline….Decision", "fields": {"manifest": null, …}}
     (1, 2.5)                            →  {"class": "tuple", "items": [1, 2.5]}
@@ -36,9 +36,9 @@ NUMBERS = "biuf"  # accepted kinds of NumPy arrays: booleans, integers, floats; 
 
 
 def send_as_json() -> None:
-    """Make the object collectives of this process send JSON. Raises RuntimeError if torch's private names changed."""
+    """Make object collectives in this process send JSON. Raises RuntimeError if torch's private names have changed."""
     if not (hasattr(torch_objects, "_pickler") and hasattr(torch_objects, "_unpickler")):
-        raise RuntimeError(f"torch {torch.__version__} pickles objects in another way (pipeline/objects.py)")
+        raise RuntimeError(f"pipeline/objects.py does not support how torch {torch.__version__} pickles objects")
     torch_objects._pickler = JsonWriter  # type: ignore[assignment]
     torch_objects._unpickler = JsonReader  # type: ignore[assignment]
 
@@ -50,7 +50,7 @@ class JsonWriter:
         self.file = file
 
     def dump(self, value: object) -> None:
-        """Write an object. Raises TypeError if the receiver would not accept a part of it."""
+        """Write an object. Raises TypeError if the receiver would reject any part of the object."""
         self.file.write(json.dumps(encoded(value)).encode())
 
 
@@ -66,7 +66,7 @@ class JsonReader:
 
 
 def encoded(value: Any) -> Any:
-    """Return the JSON values of an object."""
+    """Convert an object to JSON values."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -88,7 +88,7 @@ def encoded(value: Any) -> Any:
     if name in CLASSES:
         fields = {field.name: encoded(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"class": name, "fields": fields}
-    raise TypeError(f"workers exchange no objects of {name}: add it to CLASSES in pipeline/objects.py")
+    raise TypeError(f"workers cannot exchange objects of {name}: add it to CLASSES in pipeline/objects.py")
 
 
 def decoded(value: Any) -> Any:
@@ -109,10 +109,10 @@ def decoded(value: Any) -> Any:
     if name == "array":
         dtype = np.dtype(value["dtype"])
         if dtype.kind not in NUMBERS:
-            raise ValueError(f"an array of {dtype} from another worker")
+            raise ValueError(f"unsupported array of {dtype} from another worker")
         return np.frombuffer(bytearray(base64.b64decode(value["content"])), dtype).reshape(value["shape"])
     if name not in CLASSES:
-        raise ValueError(f"an object of {str(name)[:80]!r} from another worker: not in CLASSES of pipeline/objects.py")
+        raise ValueError(f"object of {str(name)[:80]!r} from another worker: not in CLASSES in pipeline/objects.py")
     module, _, class_name = name.rpartition(".")
     kind = getattr(importlib.import_module(module), class_name)
     if "fields" in value:

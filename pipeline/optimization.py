@@ -1,8 +1,8 @@
-"""Optimizers and learning-rate schedules, as small configs and pure functions. Losses are in losses.py.
+"""Optimizers and learning-rate schedules, as small configs and pure functions (losses are in losses.py).
 
 - Optimizers: Adam with decoupled weight decay on kernels only, and SGD with momentum, as in the paper.
 - The learning rate is a pure function of the step. Steps count from 0, so the first update of a warm-up has rate 0.
-  The formulas match `create_learning_rate_schedule` in the utils of big_vision and vit_jax, the paper's code.
+  The formulas match `create_learning_rate_schedule` in big_vision's and vit_jax's utils, the paper's code.
 
       learning_rate(step=5_000, steps=100_000, peak=8e-4, cfg=ScheduleConfig(warmup_steps=10_000))  →  4e-4
 
@@ -61,7 +61,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimizer, its learning rate and weight decay; all defaults except `clip` are the paper's for JFT-300M."""
+    """The optimizer, its learning rate and weight decay; defaults except for `clip` are the paper's for JFT-300M."""
 
     name: Literal["adam", "sgd"] = "adam"  # adam uses decoupled weight decay, like torch's AdamW
     lr: float = 8e-4  # peak learning rate; 8e-4 is for batch_size 4096 (paper, table 3: B/16 and B/32 on JFT)
@@ -115,7 +115,7 @@ def build_optimizer(model: "nn.Module", decayed: Set[str], cfg: OptimConfig) -> 
 
 
 def learning_rate(step: float, steps: int, peak: float, cfg: ScheduleConfig) -> float:
-    """Return the learning rate of update `step` (from 0) of `steps`: the product of warm-up, decay and cool-down."""
+    """Return the learning rate of update `step` (from 0) out of `steps`: peak × warm-up × decay × cool-down."""
     # The decay covers the steps after the warm-up; `max` avoids a division by zero if the stage is all warm-up.
     progress = (step - cfg.warmup_steps) / max(steps - cfg.warmup_steps, 1)
     progress = min(max(progress, 0.0), 1.0)

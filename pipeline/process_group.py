@@ -5,12 +5,12 @@ rank 0 in the environment, under every backend. Out: torch's and DeepSpeed's def
 
 `check_start` checks before training whether all workers run the same code, and whether the run directory is the same
 storage for all of them:
-1. Every worker looks in the run directory for the claim of this attempt, written by the driver.
+1. Every worker looks in the run directory for this attempt's claim, written by the driver.
 2. All workers exchange their identities and clock times.
-3. Rank 0 looks for a file of every other worker: its phase log.
+3. Rank 0 looks for a file written by every other worker: its phase log.
 4. A difference that would change bits or lose a checkpoint is an error on all workers; rank 0 logs other differences:
        worker 1 on n2 has torch 2.12.0, 2 of 3 nodes have 2.13.0
-All this takes less than 0.1 s. `jobs preflight` runs the slower checks of links, disks and storage (docs/preflight.md).
+These checks take less than 0.1 s. `jobs preflight` runs slower checks of links, disks and storage (docs/preflight.md).
 """
 
 import ctypes
@@ -61,10 +61,11 @@ SKEW_S = 1.0  # log clock differences above this: records, incidents and the acc
 
 
 def join_group(timeout_s: float) -> torch.device:
-    """Join (or adopt) the process group and return this worker's device; NCCL on GPUs, gloo otherwise.
+    """Join the process group (NCCL on GPUs, gloo otherwise) if necessary, and return this worker's device.
 
-    Workers that share a GPU also use gloo, because NCCL does not support that. The time-out applies to later groups
-    too: DeepSpeed creates some without passing it on. Raises ClusterError if there are too few GPUs.
+    Workers that share a GPU also use gloo, because NCCL does not support GPU sharing. The time-out also applies to
+    later groups, because DeepSpeed creates groups without passing a time-out. Raises ClusterError if there are too few
+    GPUs.
     """
     deepspeed = import_deepspeed()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -118,8 +119,8 @@ def gpu_of_worker() -> torch.device:
 def is_gpu_shared(device: torch.device, timeout: timedelta) -> bool:
     """Collective: return whether any two workers share a GPU.
 
-    NCCL would fail for such a group with "Duplicate GPU detected". Like NCCL, this function compares PCI bus addresses,
-    which are equal for two MIG slices of a GPU.
+    With shared GPUs, NCCL would fail with "Duplicate GPU detected". Like NCCL, this function compares PCI bus
+    addresses, which are equal for two MIG slices of a GPU.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return False
@@ -144,10 +145,10 @@ def pci_address(device: torch.device) -> str:
 
 
 def keep_freed_memory() -> str:
-    """Make glibc's malloc keep freed memory for the next step; return the reason if that failed, else "".
+    """Make glibc's malloc keep freed memory for the next step; return the reason if this fails, otherwise "".
 
-    By default malloc returns large blocks, and free memory at the end of the heap, to the kernel. In the next step the
-    kernel must allocate and zero every page again, which takes 40 % of a step of B/32 (docs/design/step.md). The price:
+    By default, malloc returns large blocks, and free memory at the end of the heap, to the kernel. In the next step the
+    kernel must allocate and zero every page again, which takes 40 % of a B/32 step (docs/design/step.md). In exchange,
     a worker holds its peak memory until it exits.
     """
     # Values from malloc.h, described in mallopt(3).
@@ -187,13 +188,13 @@ def keep_freed_memory() -> str:
 
 
 class MallocInfo(ctypes.Structure):
-    """The result of mallinfo2(3): ten numbers."""
+    """The result of mallinfo2(3), a struct of ten numbers."""
 
     _fields_ = [("numbers", ctypes.c_size_t * 10)]
 
 
 def fetch_init(storage: Storage, init: str) -> None:
-    """Collective: download the exported weights of another stage of this run, once per node, if nodes share no folder.
+    """Collective: download the weights of another stage in this run, once per node, if the nodes share no folder.
 
     Raises DataError if they differ from what that stage wrote, StorageError.
     """
@@ -204,9 +205,9 @@ def fetch_init(storage: Storage, init: str) -> None:
 
 
 def log_network(log: Callable[[str], None]) -> None:
-    """Collective: log the network interfaces that the workers use, and the NCCL and gloo settings in the environment.
+    """Collective: log the workers' network interfaces, and the NCCL and gloo settings in the environment.
 
-    Settings that differ are listed by node: "eth0 on n1, ib0 on n2". Logs nothing for a single worker.
+    Settings that differ are listed by node: "eth0 on n1, ib0 on n2". Does not log for a single worker.
     """
     if dist.get_world_size() == 1:
         return
@@ -270,7 +271,7 @@ ARITHMETIC_VARIABLES = (
 
 
 def arithmetic_conditions() -> dict[str, str]:
-    """Return the conditions of this process that its sums and products depend on, besides threads and versions."""
+    """Return conditions of this process that affect floating-point results, except for threads and versions."""
     values = {"processor": processor(), "instructions of torch": torch.backends.cpu.get_cpu_capability()}
     # A virtual machine can hide instructions of the same processor. "flags" is "Features" on ARM.
     with suppress(OSError):
@@ -286,7 +287,7 @@ def arithmetic_conditions() -> dict[str, str]:
 
 
 def memory_free() -> int:
-    """Return the free memory of the machine in bytes, or the rest of the container's limit if smaller."""
+    """Return the machine's free memory in bytes, or the remainder of the container's limit if that is smaller."""
     free = psutil.virtual_memory().available
     # cgroup v2; without a limit the file contains "max", which int() rejects.
     with suppress(OSError, ValueError):
@@ -301,7 +302,7 @@ def memory_free() -> int:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A worker's report at the start of an attempt; all workers exchange theirs."""
+    """A worker's report at the start of an attempt; all workers exchange these reports."""
 
     identity: Identity
     clock_s: float  # seconds since 1970, read after all workers had arrived
@@ -324,7 +325,7 @@ def check_start(
     """Collective: raise ClusterError on all workers if they are incompatible; rank 0 logs less serious differences.
 
     `code` is the digest of the driver's code; `claimed` is the time at which the driver claimed the attempt. If
-    `is_shared` is false, each node has its own run directory and is not checked for the files of the others.
+    `is_shared` is false, each node has its own run directory, and rank 0 does not look for other workers' files.
     `device_bytes` is the device memory that a worker needs, if known.
     """
     # 1. Retry the listing for some time, because a network file system may show the file late.
@@ -393,7 +394,7 @@ def check_device_memory(arrivals: Sequence[Arrival], device_bytes: int) -> None:
 
 
 def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_folder: Path, is_shared: bool) -> None:
-    """Raise ClusterError if these workers must not train together; MismatchedNodes if a subset of the nodes could."""
+    """Raise ClusterError if these workers must not train together; MismatchedNodes if a subset of the nodes can."""
     # Different code or versions would compute different results.
     workers = [arrival.identity for arrival in arrivals]
     text = code_mismatch(workers, code)

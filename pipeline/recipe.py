@@ -52,9 +52,9 @@ class Recipe:
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe from a file, or from the environment variable NAME if `path` is env:NAME, and apply overrides.
+    """Read a recipe from a file, or from the environment variable NAME if `path` is env:NAME; apply the overrides.
 
-    Raises ConfigError if the file is missing or is not a mapping, or if an override is not key=value.
+    Raises ConfigError if the file is missing or does not contain a mapping, or if an override is not key=value.
     """
     variable = str(path).removeprefix(IN_ENVIRONMENT)
     is_in_environment = variable != str(path)
@@ -87,7 +87,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def not_yaml(path: Path, text: str, error: YAMLError) -> ConfigError:
-    """Build the error for a recipe with invalid YAML: the line number, the line and what was expected."""
+    """Build the error for a recipe with invalid YAML; it contains the line number, the line and what was expected."""
     mark = getattr(error, "problem_mark", None)
     problem = str(getattr(error, "problem", None) or str(error).splitlines()[0])
     expected = "the keys of a section in the same column, as `key: value`"
@@ -110,7 +110,7 @@ def not_yaml(path: Path, text: str, error: YAMLError) -> ConfigError:
 def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """Apply `key=value` overrides to nested plain values, and resolve interpolations.
 
-    Environment variables are replaced by their values. Raises ConfigError if an override is invalid, an interpolation
+    Environment variables are replaced with their values. Raises ConfigError if an override is invalid, an interpolation
     refers to a missing key, or an environment variable looks like a secret.
     """
     if not isinstance(values, DictConfig):
@@ -175,7 +175,7 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
 
 
 def refuse_secret_variables(values: object, key: str = "") -> None:
-    """Raise ConfigError if any value refers to an environment variable whose name looks like that of a secret.
+    """Raise ConfigError if any value refers to an environment variable whose name looks like a secret's name.
 
     The secret would become part of the config, which is saved with a run's records, checkpoints and weights, shown by
     commands and on pages, and sent to trackers.
@@ -190,7 +190,7 @@ def refuse_secret_variables(values: object, key: str = "") -> None:
 
 
 def refuse_secret_values(unresolved: object, resolved: object, key: str = "") -> None:
-    """Raise ConfigError if an interpolation was replaced by a value that looks like a secret."""
+    """Raise ConfigError if an interpolation resolved to a value that looks like a secret."""
     parts = dict(entries(resolved))
     for name, part in entries(unresolved):
         # An interpolation may resolve to a whole section, which is checked under its own key.
@@ -211,7 +211,7 @@ def entries(values: object) -> Iterable[tuple[object, object]]:
 
 
 def secret_in_recipe(key: str, problem: str) -> ConfigError:
-    """Build the error for a secret in a recipe; the message omits its value, because messages are stored."""
+    """Build the error for a secret in a recipe; the message omits the secret's value, because messages are stored."""
     return ConfigError(
         f"{key} {problem}\n"
         "  expected no secrets in a recipe: commands, logs and pages show its values\n"
@@ -220,10 +220,10 @@ def secret_in_recipe(key: str, problem: str) -> ConfigError:
 
 
 def other_model(section: object, value: object) -> object:
-    """Return the model section for an override `STAGE.model=…`, and remove conflicting keys from the recipe's section.
+    """Return the model section for an override `STAGE.model=…`; remove conflicting keys from the recipe's section.
 
-    A name, or a section with a name, selects another model for the same data: of the recipe's model, only image_size
-    and classes are kept. A section without a name modifies the recipe's model.
+    A name, or a section with a name, selects another model for the same data: only image_size and classes are kept from
+    the recipe's model. A section without a name modifies the recipe's model.
     """
     if value is not None and not isinstance(value, dict):
         value = {"name": value}
@@ -235,7 +235,7 @@ def other_model(section: object, value: object) -> object:
 
 
 def check_model_name(section: object, stage: str, name: str, overrides: Sequence[str]) -> None:
-    """Raise ConfigError if sizes in the recipe would override those of the model chosen by `STAGE.model.name=…`."""
+    """Raise ConfigError if sizes in the recipe would override the sizes of the model named by `STAGE.model.name=…`."""
     if not isinstance(section, dict) or not isinstance(section.get(MODEL), dict):
         return
     model = section[MODEL]
@@ -258,8 +258,8 @@ def check_model_name(section: object, stage: str, name: str, overrides: Sequence
 def expand_home(values: Values) -> Values:
     """Expand `~/…` and `~name/…` in nested plain values to absolute paths, as a shell does.
 
-    Shells do not expand `run=~/runs`, so without this a folder named `~` would be created. The section `cache` stays
-    unchanged: its paths apply to every node, and home folders may differ between nodes.
+    Shells do not expand `run=~/runs`, so a folder named `~` would be created otherwise. The section `cache` is left
+    unchanged, because its paths apply to every node, and home folders may differ between nodes.
     """
     if isinstance(values, str):
         return os.path.expanduser(values)  # type: ignore[return-value]

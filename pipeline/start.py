@@ -1,4 +1,4 @@
-"""Starts a worker of a trained stage: turns its task into a Worker, which holds everything that the loop uses.
+"""Starts a worker of a trained stage: builds a Worker, with everything that the training loop uses, from a task.
 
 Training starts from the first of these that exists:
 1. a committed checkpoint of this stage: everything resumes from its step, bit for bit at the same world size;
@@ -9,7 +9,7 @@ In:  the stage's task (config, Job and hooks); RANK, LOCAL_RANK, LOCAL_WORLD_SIZ
      environment
 Out: a Worker, whose parts stay the same during training, and Progress, which changes with every step
 
-Everything here is collective: all workers of the group call it together, in this order.
+All functions here are collective: all workers of the group call them together, in this order.
 """
 
 import json
@@ -63,7 +63,7 @@ MOST_COMPILED = 64  # maximum number of compiled versions of a block; each numbe
 
 
 class WorkerTask(NamedTuple):
-    """The task that all workers of an attempt receive."""
+    """The task received by all workers of an attempt."""
 
     cfg: TrainConfig
     job: Job
@@ -72,7 +72,7 @@ class WorkerTask(NamedTuple):
 
 @dataclass(frozen=True)
 class Worker(Setup):
-    """Everything that a worker trains with; none of these objects is replaced during training."""
+    """All objects that a worker trains with; they are not replaced during training."""
 
     health: Health
     evaluator: StageEvaluator
@@ -80,7 +80,7 @@ class Worker(Setup):
 
 
 def read_task(task: Mapping[str, Any]) -> WorkerTask:
-    """Parse a task from plain values, {"config": {…}, "job": {…}, "hooks": {…}}, into typed ones.
+    """Convert a task from plain values, {"config": {…}, "job": {…}, "hooks": {…}}, to typed objects.
 
     Raises ConfigError.
     """
@@ -91,7 +91,7 @@ def read_task(task: Mapping[str, Any]) -> WorkerTask:
 
 
 def set_up(task: WorkerTask) -> tuple[Worker, Progress]:
-    """Collective: join the process group, build everything, and load the checkpoint to resume from, if there is one.
+    """Collective: join the process group, build a Worker, and load the checkpoint to resume from, if there is one.
 
     Raises ClusterError, ConfigError, DataError, CheckpointError and StorageError, all before the first step. An error
     that every worker can detect is raised on all workers at the same time.
@@ -235,7 +235,7 @@ def build(task: WorkerTask, group: Group, init: str | None) -> Worker:
 
 
 def read_data(cfg: TrainConfig, job: Job, model_config: ModelConfig, world: int) -> StageData:
-    """Read the indexes of the stage's sets; derive the sample order, batch arithmetic and length. Raises DataError."""
+    """Read the stage's data set indexes; derive the sample order, batch arithmetic and length. Raises DataError."""
     optional = (job.evaluate, job.probe_train, job.probe_test)
     paths = {*job.train, *(path for path in optional if path is not None)}
     sets = {path: load_index(path) for path in paths}
@@ -258,7 +258,7 @@ def read_data(cfg: TrainConfig, job: Job, model_config: ModelConfig, world: int)
 def build_model(
     cfg: TrainConfig, init: str | None, model_config: ModelConfig, phases: Sequence[Phase], telemetry: Telemetry
 ) -> nn.Module:
-    """Build the network with random weights or those of `init`, and set up recomputation and compilation of blocks."""
+    """Build the model with random weights or the weights of `init`; set up recomputation and compilation of blocks."""
     # Every worker draws the same weights from the seed; a separate generator makes this independent of earlier draws.
     model = models.from_config(model_config, torch.Generator().manual_seed(cfg.seed))
     if init is not None:
@@ -291,7 +291,7 @@ def build_model(
 
 
 def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engine:
-    """Wrap the model in the DeepSpeed engine; exact mode has an engine that sums in a fixed order."""
+    """Wrap the model in the DeepSpeed engine, or in exact mode in the engine that sums in a fixed order."""
     settings = engine_settings(cfg, accumulation)
     decayed = models.decayed_parameters(model)
     if cfg.exact_parts:
@@ -378,7 +378,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         changed = config.differences(flat_values(before), flat_values({name: record[name] for name in before}))
         if changed:
             group.telemetry.log(
-                f"this attempt computes under other conditions than the last: {'; '.join(changed)}\n"
+                f"conditions have changed since the previous attempt: {'; '.join(changed)}\n"
                 "  the last bits may differ from here on"
             )
     if worker.data.index.remote:
@@ -390,7 +390,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
 
 
 def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with those of inner mappings by their own names."""
+    """Flatten nested mappings: values of inner mappings keep only their own names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat |= value if isinstance(value, Mapping) else {name: value}
@@ -398,7 +398,7 @@ def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bits_line(worker: Worker, manifest: Manifest | None) -> str:
-    """Describe whether resuming this attempt would reproduce it bit for bit and, if not, why."""
+    """Describe whether resuming this attempt would reproduce it bit for bit and, if not, the reasons."""
     cfg = worker.cfg
     model_config = worker.model_config
     now = Conditions(
@@ -418,7 +418,7 @@ def bits_line(worker: Worker, manifest: Manifest | None) -> str:
 
 
 def check_masked(worker: Worker, progress: Progress) -> None:
-    """Raise CheckpointError if the checkpoint masks samples but no hook of the task does: training would differ."""
+    """Raise CheckpointError if the checkpoint masks samples but no hook in the task does: training would differ."""
     if not progress.masked:
         return
     step, shard, first, _ = progress.masked[0]

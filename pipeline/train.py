@@ -1,13 +1,13 @@
-"""The training loop of one worker: from the task of a trained stage to committed checkpoints and exported weights.
+"""The training loop of one worker: runs a trained stage's task, commits checkpoints and exports the weights.
 
 1. `set_up` joins the process group, builds data, model and engine, and loads a checkpoint or initial weights.
-2. Each step runs forward and backward over its micro-batches.
-3. Once a step, a single reduction and a single wait for the device return the gradient norm, which decides whether the
-   optimizer steps, and the values that all workers must agree on: the mean loss, the number of bad samples, whether to
-   stop, and whether all files of the save in flight are written.
-4. After the step the loop handles whatever is due: report, commit the save in flight, begin a save, evaluate, stop.
-5. At the end the last step is committed and evaluated, and its weights are exported in a form independent of the world
-   size. A hook may choose the weights of another step.
+2. Each step runs the forward and backward passes of its micro-batches.
+3. Once per step, a single reduction and a single wait for the device return the gradient norm, which decides whether
+   the optimizer steps, and the values that all workers must agree on: the mean loss, the number of bad samples, whether
+   to stop, and whether all files of the save in flight are written.
+4. After the step, the loop does whatever is due: report, commit the save in flight, begin a save, evaluate, stop.
+5. At the end, the last step is committed and evaluated, and its weights are exported in a format that is independent of
+   the world size. A hook may choose the weights of another step.
 
 A step is committed before it is evaluated, so a failed or killed evaluation loses no training progress.
 Extras attach only through hooks (pipeline/hooks.py).
@@ -48,7 +48,7 @@ BAD_GRACE = 10_000  # until this many samples were seen, max_bad_fraction is rel
 
 
 class ChosenWeights(TypedDict):
-    """The step whose weights a stage exports instead of the last step's, and the metric value that decided it."""
+    """The step whose weights a stage exports instead of the last step's, and the metric value behind this choice."""
 
     metric: str
     value: float
@@ -58,7 +58,7 @@ class ChosenWeights(TypedDict):
 
 
 class StageResult(TypedDict):
-    """The result of a trained stage, as the driver receives it."""
+    """The result of a trained stage, which the driver receives."""
 
     step: int
     samples_seen: int
@@ -71,10 +71,10 @@ class StageResult(TypedDict):
 
 
 def train(task: Mapping[str, Any]) -> StageResult:
-    """Collective: train a stage on this worker, from its start or its last checkpoint, and return the result.
+    """Collective: train a stage on this worker, from its start or from its last checkpoint; return the result.
 
-    `task` holds plain values: "config", the fields of "job", and "hooks". Raises Preempted after a stop request, when
-    the current step is committed; also RolledBack, Diverged, CheckpointError and DataError.
+    `task` holds plain values: "config", the fields of "job", and "hooks". After a stop request, raises Preempted once
+    the current step has been committed. Also raises RolledBack, Diverged, CheckpointError and DataError.
     """
     # 1. Build everything that the loop uses, and find the step to start from.
     worker, progress = set_up(read_task(task))
@@ -147,10 +147,10 @@ def ends_early(worker: Worker, progress: Progress) -> bool:
 
 
 def skip_excluded(worker: Worker, progress: Progress, first_step: int) -> None:
-    """Collective: jump over a range of steps that an earlier attempt excluded; the caller restarts the loader.
+    """Collective: skip a range of steps that an earlier attempt excluded; the caller restarts the loader.
 
-    If this attempt resumed from an older checkpoint, it has trained steps before the range. They are committed here, so
-    that a stop request can interrupt the wait for the next batch without losing uncommitted steps.
+    If this attempt resumed from an older checkpoint, it has trained the steps before the range. These are committed
+    here, so that a stop request can interrupt the wait for the next batch without losing uncommitted steps.
     """
     if progress.step >= first_step:
         worker.saver.ensure_committed(progress.step, partial(save, worker, progress))
@@ -219,7 +219,7 @@ def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> StepOutcom
 
 
 def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None:
-    """Collective: add a completed step to the progress and the records; raise if the run cannot continue.
+    """Collective: add a completed step to the progress and the records; raise an error if the run cannot continue.
 
     Raises RolledBack or Diverged after too many consecutive steps with a non-finite gradient, DataError after too many
     bad samples, CheckpointError after too many consecutive failed saves.
@@ -267,10 +267,10 @@ def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None
 def finish_step(
     worker: Worker, rate: float, loss_sum: torch.Tensor, bad_samples: int, samples: int
 ) -> tuple[float, int, bool, bool]:
-    """Collective, once a step: run the optimizer step and sum the counts and requests of all workers.
+    """Collective, once per step: run the optimizer step, and sum the counts and stop requests of all workers.
 
-    `samples` is the number of samples over which the loss is averaged. Returns (mean loss, bad samples, whether any
-    worker was requested to stop, whether every worker has written its checkpoint file).
+    `samples` is the number of samples over which the loss is averaged. Returns (mean loss, number of bad samples,
+    whether any worker was asked to stop, whether every worker has written its checkpoint file).
     """
     # Reduce these numbers together with the gradient norm, for which the host must wait anyway because it decides
     # whether the optimizer steps. A separate reduction would add a second wait to every step.
@@ -336,7 +336,7 @@ def training_values(worker: Worker, progress: Progress, window: Window) -> dict[
 
 
 def save(worker: Worker, progress: Progress) -> None:
-    """Collective: record the steps since the last report and begin to save this step; the caller must finish it."""
+    """Collective: record the steps since the last report and begin to save this step; the caller finishes the save."""
     report_training(worker, progress, has_line=False)
     begin_save(worker, progress)
 
@@ -367,7 +367,7 @@ def begin_save(worker: Worker, progress: Progress) -> None:
 
 
 def end(worker: Worker, progress: Progress) -> StageResult:
-    """Collective: export the weights on rank 0 while the others wait, close everything, and return the result."""
+    """Collective: export the weights on rank 0 while the others wait, close all resources, and return the result."""
     outcome: list[StageResult | None] = [None]
     group = worker.group
     with group.phases.rank_0_phase("finish", progress.step, group.rank == 0):
@@ -384,7 +384,7 @@ def end(worker: Worker, progress: Progress) -> StageResult:
 
 
 def export_weights(worker: Worker, progress: Progress) -> StageResult:
-    """Export the stage's weights from the committed checkpoint and log how the run's time was spent; rank 0 only."""
+    """Export the stage's weights from the committed checkpoint, and log how the time was spent; rank 0 only."""
     directory = Path(worker.job.directory)
     # Read the weights back from disk instead of gathering them from the workers: the next stage gets exactly what was
     # committed, and rank 0 needs no help from the others at any ZeRO stage. Verify the digests again, because the last

@@ -33,7 +33,7 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class MixedConfig:
-    """A set of a mixture, and its weight."""
+    """A data set in a mixture, and its weight."""
 
     train: str = "???"  # index or folder of the set; or "@stage/name"
     weight: float = "???"  # type: ignore[assignment]  # share of every batch, relative to the other weights
@@ -46,7 +46,7 @@ class MixedConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The data of a stage, and how it is read. A path may be "@stage/name", the output of another stage."""
+    """The data of a stage, and how it is read. A path can be "@stage/name", the output of another stage."""
 
     train: str | None = None  # index or folder of the set; or "@stage/name"; or use `mixture`
     mixture: dict[str, MixedConfig] = field(default_factory=dict)  # several sets with the same classes, by name
@@ -94,13 +94,13 @@ class DataConfig:
         return {name: part.train for name, part in sorted(self.mixture.items())}
 
     def weights(self) -> list[float]:
-        """Return the weights of the sets, in the order of `sets`."""
+        """Return the weights of the training sets, in the order of `sets`."""
         return [part.weight for _name, part in sorted(self.mixture.items())] or [1.0]
 
 
 @dataclass(frozen=True)
 class ProbeConfig:
-    """The few-shot probe; with a train and a test set it also runs during training, as in the paper."""
+    """The few-shot probe; if training and test sets are given, it also runs during training, as in the paper."""
 
     train: str | None = None  # index of the set from which shots are picked; or "@stage/name"
     test: str | None = None  # index of the set on which the fitted classifier is evaluated; or "@stage/name"
@@ -172,10 +172,10 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Phase:
-    """A range of steps, counted from 0, with one image size and one number of kept patches.
+    """A range of steps, counted from 0, with the same image size and the same number of kept patches.
 
-    Without extras a stage is a single phase of whole images (`TrainConfig.phases`). Phases are pure functions of the
-    step, so a resume repeats them at any world size.
+    Without extras, a stage is a single phase of full images (`TrainConfig.phases`). Phases are pure functions of the
+    step, so a resumed run repeats them at any world size.
     """
 
     steps: range
@@ -188,10 +188,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class TrainConfig(SavingConfig, EngineConfig):
-    """The config of a trained stage; defaults: the paper's ViT-B/16 pretraining on JFT-300M (table 3) but `optim.clip`.
+    """The config of a trained stage; its defaults, except for `optim.clip`, are the paper's for ViT-B/16 (table 3).
 
-    The objective "masked" (paper, B.1.2) trains a "Masked-…" model; its `target`, `corrupted`, `masked` and `swapped`
-    are keys of `model`. Labels are not read and may be missing. A later stage fine-tunes the ViT inside.
+    They are the values for pretraining on JFT-300M.
+
+    The objective "masked" (paper, B.1.2) trains a "Masked-…" model; `target`, `corrupted`, `masked` and `swapped` are
+    keys of `model`. Labels are not read and may be missing. A later stage can fine-tune the ViT inside this model.
     """
 
     data: DataConfig = field(default_factory=DataConfig)  # training and evaluation data, and how it is read
@@ -226,7 +228,7 @@ class TrainConfig(SavingConfig, EngineConfig):
 
     @property
     def labels_read(self) -> int:
-        """Return the maximum number of labels read per sample; 0: labels are not read and may be missing."""
+        """Return the maximum number of labels read per sample; 0 if labels are not read and may be missing."""
         return 0 if self.objective == "masked" else self.data.max_labels
 
     def __post_init__(self) -> None:
@@ -248,7 +250,7 @@ class TrainConfig(SavingConfig, EngineConfig):
         at_least(self, 1, "batch_size micro_batch log_every max_skipped")
         require(
             not self.mixup or self.micro_batch > 1,
-            f"mixup is {self.mixup} with micro_batch 1: it blends images of the same micro-batch, so nothing would be "
+            f"mixup is {self.mixup} with micro_batch 1: it blends images within a micro-batch, so nothing would be "
             "mixed\n  expected a micro_batch of 2 or more\n  set micro_batch=2, or mixup=0",
         )
         if self.exact_parts:
@@ -267,7 +269,7 @@ class TrainConfig(SavingConfig, EngineConfig):
 
     @property
     def first_step(self) -> int:
-        """Return the step that the stage starts from: 0, unless it branches from another stage's checkpoint."""
+        """Return the step that the stage starts from: 0, unless the stage branches from another stage's checkpoint."""
         return 0
 
     @property
@@ -277,11 +279,11 @@ class TrainConfig(SavingConfig, EngineConfig):
 
     @property
     def exempt_checkpoints(self) -> int:
-        """Return how many checkpoints may be kept in addition to those of `keep` and `keep_every`."""
+        """Return how many checkpoints may be kept in addition to those that `keep` and `keep_every` select."""
         return 0
 
     def phases(self, steps: int, model: ModelConfig) -> list[Phase]:
-        """Return the phases of the stage in order; without extras a single phase of whole images."""
+        """Return the phases of the stage in order; without extras, a single phase of full images."""
         return [Phase(range(steps), model.image_size[0])]
 
     def check_architecture(self, model: ModelConfig, prefix: str = "") -> None:
@@ -310,17 +312,17 @@ def phase_at(step: int, phases: Sequence[Phase]) -> Phase:
 
 
 def has_whole_images(phases: Sequence[Phase]) -> bool:
-    """Return whether the model sees all patches of an image in any phase."""
+    """Return whether there is a phase in which the model sees all patches of an image."""
     return any(phase.kept is None for phase in phases)
 
 
 def has_one_shape(phases: Sequence[Phase], model: ModelConfig) -> bool:
-    """Return whether every phase has whole images of the model's own size, like evaluation."""
+    """Return whether every phase has full images of the model's own size, like evaluation."""
     return all(phase.kept is None and phase.image_size == model.image_size[0] for phase in phases)
 
 
 def smaller_sizes(phases: Sequence[Phase], model: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """Return the image sizes of these phases that differ from the model's own, without repetitions, in order."""
+    """Return the distinct image sizes of these phases that differ from the model's own, in order."""
     sizes = []
     for phase in phases:
         size = (phase.image_size, phase.image_size)
@@ -330,7 +332,7 @@ def smaller_sizes(phases: Sequence[Phase], model: ModelConfig) -> tuple[tuple[in
 
 
 def flops_of(phases: Sequence[Phase], model: ModelConfig, steps: range, batch_size: int) -> int:
-    """Return the floating-point operations of training these steps, counted from 0."""
+    """Return the floating-point operations for training these steps; steps are counted from 0."""
     total = 0
     for phase in phases:
         common = range(max(steps.start, phase.steps.start), min(steps.stop, phase.steps.stop))

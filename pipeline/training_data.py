@@ -1,9 +1,9 @@
 """Derives a stage's length, its sample order, the distribution of a batch over workers, and each worker's loader.
 
-In:  a TrainConfig and the indexes of its sets
+In:  a TrainConfig and the indexes of its data sets
 Out: a number of steps; a joined index with its sample order; an Arithmetic; a TrainLoader for some slots of each batch
 
-Example of the distribution: batch_size 4096 on 16 workers with micro_batch 64 gives accumulation 4, and the worker of
+Example of the distribution: batch_size 4096 on 16 workers with micro_batch 64 gives accumulation 4, and the worker with
 rank 3 owns the slots 768 … 1023 of every global batch.
 """
 
@@ -32,7 +32,7 @@ MOST_SAMPLES = 2**63 - 1  # limit of the sample counter of a stage
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a global batch is divided among workers and micro-batches."""
+    """The division of a global batch among workers and micro-batches."""
 
     batch_size: int
     micro_batch: int
@@ -50,7 +50,7 @@ class Arithmetic:
 def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
     """Derive the accumulation from batch_size, micro_batch and the number of workers.
 
-    Raises ConfigError with the nearest valid sizes if they do not divide evenly, unless `uneven` allows it.
+    Raises ConfigError with the nearest valid sizes if the batch does not divide evenly, unless `uneven` allows this.
     """
     require(
         cfg.batch_size >= world,
@@ -91,18 +91,18 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
     smallest_share = cfg.batch_size // world
     require(
         not cfg.mixup or smallest_share >= 2 * accumulation,
-        f"mixup blends images of the same micro-batch, but a share of {smallest_share} images in {accumulation} "
-        f"micro-batches leaves some with a single image\n"
+        f"mixup blends images within a micro-batch, but splitting a worker's {smallest_share} images into "
+        f"{accumulation} micro-batches leaves some with a single image\n"
         f"  expected micro-batches of 2 images or more on each of {world} workers\n"
-        f"  set micro_batch={max(largest_share, 2)} or fewer workers, or mixup=0",
+        f"  set micro_batch={max(largest_share, 2)} or mixup=0, or use fewer workers",
     )
     return Arithmetic(cfg.batch_size, cfg.micro_batch, world, accumulation)
 
 
 def steps_of(cfg: TrainConfig, samples: int) -> int:
-    """Return the number of optimizer steps of a stage: passes · samples / batch, rounded as in big_vision utils.steps.
+    """Return a stage's number of optimizer steps: passes · samples / batch, rounded like big_vision's utils.steps.
 
-    `samples` includes dropped shards, so that dropping a shard does not change the number of steps.
+    `samples` includes the samples of dropped shards, so that dropping a shard does not change the number of steps.
     """
     if cfg.steps is not None:
         return cfg.steps
@@ -111,9 +111,10 @@ def steps_of(cfg: TrainConfig, samples: int) -> int:
 
 
 def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
-    """Raise ConfigError if warm-up and cool-down are longer than the stage, or the stage is too long to count.
+    """Raise ConfigError if warm-up and cool-down exceed the stage, or if the stage exceeds the sample counter.
 
-    The learning rate would never reach its peak, and the training would be wasted. `key` is the stage's name.
+    In the first case, the learning rate would never reach its peak, and the training would be wasted. `key` is the
+    stage's name.
     """
     most_steps = MOST_SAMPLES // cfg.batch_size
     require(
@@ -145,7 +146,9 @@ def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
 
 
 def check_end_of_decay(cfg: TrainConfig, key: str) -> None:
-    """Raise ConfigError if a linear decay ends above the peak: the rate would rise. `key` is the stage's name."""
+    """Raise ConfigError if a linear decay ends above the peak, so that the learning rate would rise.
+
+    `key` is the stage's name."""
     schedule = cfg.optim.schedule
     require(
         schedule.decay != "linear" or schedule.end <= cfg.optim.lr,
@@ -161,7 +164,7 @@ def check_end_of_decay(cfg: TrainConfig, key: str) -> None:
 def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Order | Mixture]:
     """Build the index of the training data and the order of its samples.
 
-    The index joins the sets of `cfg.data.sets()`; shards in `cfg.data.drop` are empty in it.
+    The index joins the data sets in `cfg.data.sets()`; shards in `cfg.data.drop` are empty in this index.
     """
     # Do this first: a dropped shard counts as empty, and the other shards keep their numbers.
     sets = exclude(sets, cfg.data.drop)
@@ -191,7 +194,7 @@ def training_loader(
     accumulation: int | None = None,
     processes: int = 0,
 ) -> "TrainLoader":
-    """Build the loader for these slots of every global batch, beginning at `start_step` (counted from 0)."""
+    """Build the loader for these slots of every global batch, starting at `start_step` (counted from 0)."""
     from data.loader import TrainLoader  # imported here, so that recipes can be checked without torch
 
     return TrainLoader(

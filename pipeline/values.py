@@ -1,4 +1,4 @@
-"""Parses the values that people write in recipes, and formats numbers for messages and log lines.
+"""Parses values from recipes, and formats numbers for messages and log lines.
 
     read_value("30min", float, "pretrain.timeout_s")      1800.0
     read_value("80GB", int, "data.cache.limit_bytes")     80_000_000_000
@@ -42,7 +42,7 @@ LONGEST = 80  # characters; longer values are truncated in messages
 
 
 class Unit(NamedTuple):
-    """The unit of a key's number, and the unit names that may follow the number."""
+    """The unit of a key's number, and the unit names that can follow the number."""
 
     name: str
     factors: Mapping[str, float]
@@ -57,7 +57,7 @@ UNITS = {  # ending of a key's name → unit
 
 
 def unit_of(key: str) -> Unit | None:
-    """Return the unit implied by the ending of a key's name; None for other endings."""
+    """Return the unit implied by the suffix of a key's name; None for other suffixes."""
     for end, unit in UNITS.items():
         if key.endswith(end):
             return unit
@@ -122,7 +122,7 @@ def read_value(value: object, hint: Any, key: str) -> object:
 
 
 def read_choice(value: object, choices: tuple[object, ...], key: str) -> object:
-    """Return the value if it is one of a field's choices. Raises ConfigError suggesting the nearest choice."""
+    """Return the value if it is one of a field's choices; otherwise raise ConfigError suggesting the nearest choice."""
     if value in choices and not isinstance(value, bool):
         return value
     nearest = did_you_mean(str(value), map(str, choices))
@@ -132,9 +132,9 @@ def read_choice(value: object, choices: tuple[object, ...], key: str) -> object:
 
 
 def read_number(value: int | float | str, key: str, *, whole: bool) -> int | float | None:
-    """Return a number from a number or text, which may have a unit (30min); None if it is not a number.
+    """Parse a number, or a string with a number and an optional unit (30min); return None if it is not a number.
 
-    A whole number may be written as 1e4 or 10k.
+    A whole number can be written as 1e4 or 10k.
     """
     number: int | float | None = None
     if not isinstance(value, str):
@@ -164,7 +164,7 @@ def read_number(value: int | float | str, key: str, *, whole: bool) -> int | flo
 
 
 def shown(value: object) -> str:
-    """Format a value on one line as in a recipe; long values are truncated."""
+    """Format a value on one line, as in a recipe, and truncate it if it is long."""
     text = flow_yaml(value)
     if len(text) > LONGEST:
         return f"{text[:LONGEST]}…"
@@ -172,7 +172,7 @@ def shown(value: object) -> str:
 
 
 def flow_yaml(value: object) -> str:
-    """Format a value on one line as in a recipe."""
+    """Format a value on one line, as in a recipe."""
     if value is None:
         return "null"
     if value == "":
@@ -227,7 +227,7 @@ def duration(seconds: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Format a short time: 0.31 ms, 412 ms, 3.2 s."""
+    """Format a short duration in seconds as "0.31 ms", "412 ms" or "3.2 s"."""
     if seconds >= 1:
         return f"{seconds:.1f} s"
     if seconds >= 0.01:
@@ -236,7 +236,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a count with its noun: 1 node, 3 nodes, 2 stretches."""
+    """Format a count with its noun: "1 node", "3 nodes", "2 stretches"."""
     if number == 1:
         return f"1 {noun}"
     ending = "es" if noun.endswith("ch") else "s"

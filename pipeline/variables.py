@@ -4,9 +4,10 @@
     recorded({"train": "/private/projects/train"})      →  {"train": "${oc.env:DATA}/train (sha256 4be1a02c)"}
     restored({"train": "${oc.env:DATA}/train (sha256 4be1a02c)"})    →  {"train": "/private/projects/train"}
 
-The digest covers the values, so that a changed value shows as a change without being shown. Numbers, single words and
-values of fewer than SHORTEST characters are recorded as they are: results depend on them, they are choices, and they
-would match other text by chance. Variables that look like secrets are refused earlier (pipeline/recipe.py).
+The digest covers the values, so that a change to a value is visible although the value is not. Numbers, single words
+and values of fewer than SHORTEST characters are recorded as they are: results depend on numbers, single words are
+choices, and short values would match other text by chance. Variables that look like secrets are rejected earlier
+(pipeline/recipe.py).
 """
 
 import hashlib
@@ -28,31 +29,31 @@ _values: dict[str, str] = {}  # name → value of the variables that this proces
 
 
 def note(unresolved: object) -> None:
-    """Remember the present values of the variables that a recipe's nested plain values refer to."""
+    """Remember the current values of the environment variables to which a recipe's nested plain values refer."""
     for text in texts_in(unresolved):
         for name in VARIABLE.findall(text):
             note_values({name: os.environ.get(name, "")})
 
 
 def note_values(values: Mapping[str, str]) -> None:
-    """Remember values of variables that must not be recorded; a worker gets them from the driver."""
+    """Remember variables whose values must not be recorded; a worker receives them from the driver."""
     for name, value in values.items():
         if len(value) >= SHORTEST and not WORD.fullmatch(value):
             _values[name] = value
 
 
 def noted() -> dict[str, str]:
-    """Return the variables with values that must not be recorded, by name."""
+    """Return {name: value} of the variables whose values must not be recorded."""
     return dict(_values)
 
 
 def recorded(values: Values) -> Values:
-    """Return nested plain values with variables in place of their noted values, each text with a digest of these."""
+    """Replace noted values in nested plain values with their variables, and add a digest to each changed string."""
     return replaced(values, record_text)
 
 
 def record_text(text: str) -> str:
-    """Return a text with variables in place of their values."""
+    """Replace the values of variables in a string with the variables' names, and add a digest of the values."""
     used = []
     # The longest first, because a value may contain another.
     for name, value in sorted(_values.items(), key=lambda item: -len(item[1])):
@@ -63,9 +64,9 @@ def record_text(text: str) -> str:
 
 
 def restored(values: Values, source: object) -> Values:
-    """Return recorded values with the present values of the variables.
+    """Replace variables in recorded values with their current values.
 
-    `source` names the record in the message. Raises DataError if a variable is not set or has another value.
+    `source` names the record in error messages. Raises DataError if a variable is not set or has another value.
     """
 
     def restore_text(text: str) -> str:
@@ -91,12 +92,12 @@ def restored(values: Values, source: object) -> Values:
 
 
 def digest_of(values: list[str]) -> str:
-    """Return the first digits of the sha256 of texts."""
+    """Return the first digits of the sha256 of several strings."""
     return hashlib.sha256("\0".join(values).encode()).hexdigest()[:8]
 
 
 def replaced(values: Any, replace: Any) -> Any:
-    """Return nested plain values with `replace(text)` in place of each text."""
+    """Replace each string in nested plain values with `replace(string)`."""
     if isinstance(values, str):
         return replace(values)
     if isinstance(values, Mapping):
@@ -107,7 +108,7 @@ def replaced(values: Any, replace: Any) -> Any:
 
 
 def texts_in(values: object) -> list[str]:
-    """Return every text in nested plain values."""
+    """Return all strings in nested plain values."""
     texts: list[str] = []
 
     def collect(text: str) -> str:

@@ -66,23 +66,23 @@ class Job:
 
 @dataclass(frozen=True)
 class StopRequest:
-    """A request to stop this worker, by a signal or by a file that the node's agent creates."""
+    """A request to stop this worker, made by a signal or by a file that the node's agent creates."""
 
     file: Path
     reads_file: bool  # whether to check the file at every step; only rank 0 does, and stops all workers
     signal: threading.Event = field(default_factory=threading.Event)  # set when this process receives SIGTERM
 
     def is_requested(self) -> bool:
-        """Return whether this worker was requested to stop."""
+        """Return whether this worker was asked to stop."""
         return self.signal.is_set() or (self.reads_file and self.file.exists())
 
     def is_requested_on_node(self) -> bool:
-        """Return whether the workers of this node were requested to stop; reads the file on every rank."""
+        """Return whether the workers on this node were asked to stop; reads the file on every rank."""
         return self.signal.is_set() or self.file.exists()
 
 
 def handle_sigterm(stop: threading.Event) -> None:
-    """Make SIGTERM set the event; the loop checks it after every step, and an evaluation after every batch."""
+    """Make SIGTERM set the event, which the loop checks after every step, and an evaluation after every batch."""
 
     def on_sigterm(number: int, frame: object) -> None:
         stop.set()
@@ -95,7 +95,7 @@ def handle_sigterm(stop: threading.Event) -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """The process group as one worker sees it: its rank and device, and its connections to the driver and the disk."""
+    """One worker's view of the process group: its rank and device, and its connections to the driver and the disk."""
 
     phases: Phases  # the current phase of this worker, for the watchdog
     device: torch.device
@@ -107,7 +107,7 @@ class Group:
 
 @dataclass(frozen=True)
 class StageData:
-    """The data of a stage: sets, sample order, batch arithmetic and number of steps."""
+    """The data of a stage: data sets, sample order, batch arithmetic and number of steps."""
 
     sets: dict[str, Index]  # every set that the stage reads, by path
     index: Index  # index of the training data, with mixtures joined
@@ -120,7 +120,7 @@ class StageData:
 
 @dataclass
 class TrainingLog:
-    """The unreported steps, and the learning rate of the last step."""
+    """The steps that have not been reported yet, and the learning rate of the last step."""
 
     window: Window = field(default_factory=Window)  # steps since the last record
     since_line: Window = field(default_factory=Window)  # recorded steps since the last log line
@@ -134,7 +134,7 @@ class TrainingLog:
 
 @dataclass(frozen=True)
 class Setup:
-    """The objects that a worker trains with; `pipeline.start.Worker` adds those that extras may replace."""
+    """The objects that a worker trains with; `pipeline.start.Worker` adds the objects that extras can replace."""
 
     cfg: TrainConfig
     job: Job

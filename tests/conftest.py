@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-# Ray reads both when it is imported. Tests of one process start, join and leave clusters of either kind: for all of
+# Ray reads both variables at its import. Tests of one process start, join and leave clusters of either kind: for all of
 # them it stays on the loopback, and sends a token. The processes that tests start see neither.
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -28,14 +28,14 @@ from data.shards.packing import pack
 from data.sources.samples import digits
 from tests.support.recipes import TINY
 
-# A server that is shut down waits for the end of its poll, by default half a second. Tests stop hundreds of servers,
-# ours and those of libraries that imitate stores.
+# Shutting down a server waits for its current poll to end, by default half a second. Tests stop hundreds of servers:
+# ours, and those of the libraries that imitate object stores.
 socketserver.BaseServer.serve_forever.__defaults__ = (0.02,)
 
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits at 16 px in shards of 100; read-only."""
+    """Return the digits at 16 px in shards of 100; read-only."""
     folder = tmp_path_factory.mktemp("shards")
     for name in ("train", "test"):
         pack(digits(train=name == "train", image_size=16), folder / name, name=name, shard_samples=100)
@@ -44,7 +44,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path, shards: Path) -> Path:
-    """A campaign of all stages that takes seconds, with its run directory beside it."""
+    """Write the recipe of a campaign with all stages that takes seconds; its run directory is in the same folder."""
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY.format(run=tmp_path / "run", shards=shards))
     return path
@@ -57,7 +57,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     tests/test_pipeline/extras/plan/test_memory.py, which is about that, has a fixture of this name that changes
     nothing.
     """
-    # At the top it would keep the tests of the core from running without this extra.
+    # Not at the top: the tests of the core must run without this extra.
     if not (Path(__file__).parents[1] / "pipeline" / "extras" / "plan").exists():
         return
     from pipeline.extras.plan.memory_traces import MemoryTrace, Moment
@@ -92,9 +92,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how long each area took, and with -vv each file; setups, calls and teardowns are summed."""
+    """Print the time of each area, and with -vv of each file; setups, calls and teardowns are summed."""
     seconds_of_file: Counter[str] = Counter()
-    seconds_of_area: Counter[str] = Counter()  # tests/test_data/… is "data"; a file of no folder drives whole runs
+    seconds_of_area: Counter[str] = Counter()  # tests/test_data/… is "data"; files outside folders test whole runs
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):

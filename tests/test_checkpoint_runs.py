@@ -1,4 +1,4 @@
-"""Whole runs under fire: whatever is killed, and whenever, the run ends with the uninterrupted run's bits."""
+"""Whole runs under faults: whatever is killed, and whenever, the run ends bit for bit like an uninterrupted one."""
 
 import json
 import math
@@ -55,7 +55,7 @@ SOAK = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory) -> Path:
-    """The run that nothing befell."""
+    """Return the undisturbed run."""
     run = tmp_path_factory.mktemp("twin") / "run"
     assert finish(run) == 0, said(run)
     return run
@@ -63,14 +63,14 @@ def twin(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(twin, tmp_path) -> Path:
-    """A run with its shards packed and its training still to do."""
+    """Return a run with packed shards, before training."""
     shutil.copytree(twin, tmp_path / "run", ignore=shutil.ignore_patterns("pretrain-*", "attempts", "status.json"))
     return tmp_path / "run"
 
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory) -> Path:
-    """Of the test set sixty digits in three shards, which two workers judge in eight batches each; read-only."""
+    """Return sixty test digits in three shards, which two workers evaluate in eight batches each; read-only."""
     folder = tmp_path_factory.mktemp("few")
     pack(islice(digits(train=False, image_size=16), 60), folder, name="few", shard_samples=20)
     return folder
@@ -78,13 +78,13 @@ def few(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluated(few) -> list[str]:
-    """Options with which steps 8, 16, 24, 32 and 40 are evaluated, all of which are committed."""
+    """Return options that evaluate steps 8, 16, 24, 32 and 40, all of which are committed."""
     return ["pretrain.evaluate_every=8", f"pretrain.data.evaluate={few}", "pretrain.save_every=4"]
 
 
 @pytest.fixture(scope="module")
 def evaluated_twin(tmp_path_factory, evaluated) -> Path:
-    """A run with evaluations that nothing befell."""
+    """Return an undisturbed run with evaluations."""
     run = tmp_path_factory.mktemp("evaluated") / "run"
     assert finish(run, *evaluated) == 0, said(run)
     assert {step: len(values) for step, values in evaluations(stage(run)).items()} == dict.fromkeys(range(8, 41, 8), 1)
@@ -97,7 +97,7 @@ def training_set(run: Path) -> Path:
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(17, marks=SOAK)])
 def test_workers_killed_at_any_moment_change_nothing(rounds, evaluated, evaluated_twin, run) -> None:
-    """Three kills a round, at random moments of random phases."""
+    """Three kills per round, at random moments of random phases."""
     rng = random.Random(SEED)
     for number in range(rounds):
         forget(run)
@@ -117,10 +117,10 @@ def test_workers_killed_at_any_moment_change_nothing(rounds, evaluated, evaluate
 
 
 @pytest.mark.parametrize(("rounds", "kills"), [(1, 2), pytest.param(17, 3, marks=SOAK)])
-def test_a_driver_killed_at_any_moment_takes_its_workers_along_and_the_next_goes_on(
+def test_workers_end_with_a_driver_killed_at_any_moment_and_the_next_driver_resumes(
     rounds, kills, evaluated, evaluated_twin, run
 ) -> None:
-    """Some kills a round; workers and their decoding processes end with the driver."""
+    """Several kills per round; workers and their decoding processes end with the driver."""
     rng, family = random.Random(SEED + 1), []
     for number in range(rounds):
         forget(run)
@@ -140,10 +140,10 @@ def test_a_driver_killed_at_any_moment_takes_its_workers_along_and_the_next_goes
 
 
 @pytest.mark.parametrize("evaluate_on", ["training", pytest.param("spare", marks=pytest.mark.slow)])
-def test_an_evaluation_that_a_kill_of_the_driver_cut_short_is_done_by_the_next(
+def test_an_evaluation_interrupted_by_a_driver_kill_is_repeated_by_the_next_attempt(
     evaluate_on, evaluated, evaluated_twin, run
 ) -> None:
-    """Killed behind the commit of step 8, when all workers are about to evaluate it: nothing was spare."""
+    """The driver is killed after the commit of step 8, when all workers, with no spare, are about to evaluate it."""
     options = [*evaluated, f"pretrain.evaluate_on={evaluate_on}", "cluster.cpus_per_worker=1"]
     assert finish(run, *options, patch="driver_killed_before_the_evaluation_of 8") == -signal.SIGKILL
     assert not evaluations(stage(run))
@@ -165,8 +165,8 @@ COMPILED += [("zero=3", "exact_parts=2", "precision=bf16")]
         *(pytest.param(options, "", marks=pytest.mark.slow) for options in COMPILED),
     ],
 )
-def test_a_compiled_run_goes_on_with_its_bits(options, patch, evaluated, run) -> None:
-    """With dropout and accumulation; the attempt that goes on evaluates, and compiles that, before it trains."""
+def test_a_compiled_run_resumes_bit_for_bit(options, patch, evaluated, run) -> None:
+    """With dropout and accumulation; the resuming attempt evaluates, and compiles the evaluation, before it trains."""
     settings = [*evaluated, "pretrain.compile=true", "pretrain.model.dropout=0.1", "pretrain.steps=24"]
     settings += [f"pretrain.{option}" for option in options]
     undisturbed = run.parent / "undisturbed" / "run"
@@ -185,7 +185,7 @@ STOPS = [[signal.SIGTERM], [signal.SIGTERM] * 2, [signal.SIGINT], [signal.SIGINT
 def test_a_signal_at_any_moment_commits_and_exits_75_and_a_second_ctrl_c_ends_at_once(
     rounds, evaluated, evaluated_twin, run
 ) -> None:
-    """Five stops a round, and the clock jumps by an hour, either way, before each start."""
+    """Five stops per round; before each start the clock jumps forward or back by an hour."""
     rng, clock = random.Random(SEED + 2), 0
     for number in range(rounds):
         forget(run)
@@ -206,7 +206,7 @@ def test_a_signal_at_any_moment_commits_and_exits_75_and_a_second_ctrl_c_ends_at
             context = f"{signals} after step {step}, FAULT_SEED={SEED}\n{said(run)}"
             newest = committed(stage(run) / "checkpoints")
             if signals == [signal.SIGINT] * 2:
-                assert process.exitcode == 130 and "ended without a commit" in said(run), context
+                assert process.exitcode == 130 and "stopped without a commit" in said(run), context
                 assert checkpoint_reader.verify(newest[0]).step >= 1
             else:
                 stopped = read_manifest(newest[0]).step
@@ -219,8 +219,8 @@ def test_a_signal_at_any_moment_commits_and_exits_75_and_a_second_ctrl_c_ends_at
         assert_same(run, evaluated_twin)
 
 
-def test_a_terminal_that_takes_no_line_holds_up_no_stop_and_the_log_has_every_line(run) -> None:
-    """stdout and stderr are a full pipe that nobody reads: less that does not scroll, Ctrl-S, a stuck log collector."""
+def test_a_stuck_terminal_delays_no_stop_and_the_log_has_every_line(run) -> None:
+    """stdout and stderr are a full pipe without a reader, as with `less`, Ctrl-S or a stuck log collector."""
     assert stop_at(run, 7, "pretrain.log_every=1", patch="unread_terminal") == 75
     lines = (run / "log.txt").read_text().splitlines()
     stopped = read_manifest(committed(stage(run) / "checkpoints")[0]).step
@@ -246,7 +246,7 @@ HANGS = {
 
 
 @pytest.mark.parametrize("places", [("reduce",), pytest.param(tuple(HANGS), marks=SOAK)])
-def test_a_run_that_hangs_anywhere_is_ended_named_and_goes_on(places, few, twin, run) -> None:
+def test_hung_run_is_ended_with_its_cause_and_resumes(places, few, twin, run) -> None:
     patch = f"hanging {','.join(places)}"
     assert finish(run, "pretrain.stall_s=8", f"pretrain.data.evaluate={few}", patch=patch) == 0, said(run)
     for place, found in zip(places, incidents(stage(run)), strict=True):
@@ -279,7 +279,7 @@ fewshot: {{init: {weights}, probe: {{train: {shards}, test: {test}, shots: [1]}}
 
 
 def few_shot(run: Path, train: Path, shards: Path) -> str:
-    """The recipe of a few-shot stage on a run's weights."""
+    """Write the recipe of a few-shot stage on a run's weights."""
     return FEWSHOT.format(weights=stage(run), shards=train, test=shards / "test")
 
 
@@ -302,8 +302,8 @@ def test_few_shot_is_restarted_watched_and_stopped_like_the_others(twin, shards,
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=SOAK)])
-def test_a_rank_killed_or_slow_inside_a_save_leaves_all_ranks_of_one_mind(rounds, twin, run) -> None:
-    """Five saves a round."""
+def test_all_ranks_agree_on_the_commit_if_a_rank_is_killed_or_slow_during_a_save(rounds, twin, run) -> None:
+    """Five saves per round."""
     for number in range(rounds):
         forget(run)
         seed, before = SEED + 4 + number, said(run).count("killed by SIGKILL")
@@ -315,7 +315,7 @@ def test_a_rank_killed_or_slow_inside_a_save_leaves_all_ranks_of_one_mind(rounds
         assert_same(run, twin)
 
 
-def test_failed_saves_are_said_and_training_goes_on(twin, run) -> None:
+def test_failed_saves_are_logged_and_training_continues(twin, run) -> None:
     assert finish(run, "pretrain.max_failed_saves=4", patch="full_disk_for_a_while") == 0, said(run)
     text = said(run)
     for step, file, count in ((10, "rank-00001", 1), (15, "rank-00001", 2), (20, "MANIFEST.json", 3)):
@@ -327,11 +327,11 @@ def test_failed_saves_are_said_and_training_goes_on(twin, run) -> None:
 
 
 def test_a_commit_implies_its_metrics(twin, run) -> None:
-    """Lines are every 7 steps and saves every 5; a kill behind a commit costs the loss of no step that is kept."""
+    """The run logs every 7 steps and saves every 5; a kill after a commit loses no metrics of committed steps."""
     assert finish(run, "pretrain.log_every=7", patch="killed_amid_a_window") == 0, said(run)
     _, again = read_metrics(stage(run), "start")
     assert again["step"] >= 10, "the save of step 15 may have been on its way"
-    recorded: dict[int, list[int]] = {1: [], 2: []}  # by attempt: every step, as often as a record holds its loss
+    recorded: dict[int, list[int]] = {1: [], 2: []}  # by attempt: every step, once per record with its loss
     for record in read_metrics(stage(run)):
         steps_in_record = range(record["step"] - len(record["losses"]) + 1, record["step"] + 1)
         recorded[record["attempt"]] += steps_in_record
@@ -347,8 +347,8 @@ def test_a_commit_implies_its_metrics(twin, run) -> None:
 
 
 @pytest.mark.parametrize(("evaluate_every", "stopped"), [(8, 8), (0, 40)])
-def test_a_stop_is_heard_between_two_batches_of_an_evaluation(evaluate_every, stopped, few, twin, run) -> None:
-    """Amid the steps, where step 8 is not saved otherwise, and at the end."""
+def test_stop_is_noticed_between_two_batches_of_an_evaluation(evaluate_every, stopped, few, twin, run) -> None:
+    """During the steps, when step 8 would not be saved otherwise, and at the end."""
     options = [f"pretrain.evaluate_every={evaluate_every}", f"pretrain.data.evaluate={few}"]
     process = start(run, *options, patch="stopped_in_an_evaluation")
     judged = run.parent / "judged"
@@ -372,16 +372,16 @@ def test_a_stop_is_heard_between_two_batches_of_an_evaluation(evaluate_every, st
 
 
 def stop_at_the_first_batch(process: BaseProcess, run: Path) -> None:
-    """Send SIGTERM to a driver whose worker 1 waits for its first batch, and expect the end that this calls for."""
+    """Send SIGTERM to a driver whose worker 1 waits for its first batch; check its exit code and message."""
     while process.is_alive() and not (run.parent / "waiting").exists():
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
     process.join(timeout=60)
-    process.kill()  # where it has not heard; an exit code stays as it is
+    process.kill()  # if it did not react to the signal; an earlier exit code stays
     assert process.exitcode == 75 and "stopped while waiting for the first batch" in said(run), said(run)
 
 
-def test_a_stop_is_heard_while_the_first_batch_does_not_come(run) -> None:
+def test_stop_is_noticed_while_waiting_for_the_first_batch(run) -> None:
     process = start(run, patch="no_first_batch")
     stop_at_the_first_batch(process, run)
     assert "restarting" not in said(run)
@@ -390,10 +390,10 @@ def test_a_stop_is_heard_while_the_first_batch_does_not_come(run) -> None:
     assert finish(run, "pretrain.steps=5", patch="no_first_batch") == 0, said(run)
 
 
-def test_a_stop_in_the_wait_behind_an_excluded_stretch_keeps_the_steps_before_it(run) -> None:
+def test_stop_while_waiting_after_an_excluded_range_keeps_the_steps_before_it(run) -> None:
     stop_at(run, 6, "pretrain.log_every=1", patch="slowly")
     before = read_manifest(committed(stage(run) / "checkpoints")[0]).step
-    # As after a fall-back to an older checkpoint: the stretch begins two steps behind the one that is loaded.
+    # Simulate a fallback to an older checkpoint: the excluded range begins two steps after the loaded checkpoint.
     write_record(stage(run) / health.EXCLUDED_STEPS, {"stretches": [[before + 2, before + 4]]})
     process = start(run, patch="no_batch_behind_a_stretch")
     stop_at_the_first_batch(process, run)
@@ -412,7 +412,7 @@ def damaged_shard(shards: Path) -> Path:
 
 
 def test_few_shot_that_cannot_read_on_names_the_set_and_is_not_tried_again(twin, shards, tmp_path) -> None:
-    """A byte of the last shard is wrong, which worker 1 reads."""
+    """A byte is wrong in the last shard, which worker 1 reads."""
     train = tmp_path / "shards"
     shutil.copytree(training_set(twin), train)
     shard = damaged_shard(train)
@@ -438,7 +438,7 @@ def test_a_sigterm_to_one_worker_of_few_shot_stops_all(twin, shards, tmp_path) -
 
 
 def test_an_evaluation_that_fails_costs_no_step_and_no_restart(few, twin, run) -> None:
-    """A byte of the evaluation's last shard is wrong, which worker 1 reads; then it is put right."""
+    """A byte is wrong in the evaluation's last shard, which worker 1 reads; later it is repaired."""
     evaluated = run.parent / "evaluated"
     shutil.copytree(few, evaluated)
     shard = damaged_shard(evaluated)
@@ -515,7 +515,7 @@ def test_a_log_that_cannot_be_written_costs_lines_and_not_the_run(twin, run) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=SOAK)])
 def test_the_world_may_change_between_any_two_attempts(times, run) -> None:
-    """World 1 → 2 → 4 → 2 with a batch that none divides: the same data, and losses to within rounding."""
+    """World 1 → 2 → 4 → 2 with an indivisible batch: the same data, and losses equal up to rounding."""
     rng = random.Random(SEED + 3)
     uneven = ("pretrain.batch_size=19", "pretrain.uneven=true")
     alone = run.parent / "alone"
@@ -539,13 +539,13 @@ def test_the_world_may_change_between_any_two_attempts(times, run) -> None:
 
 
 def test_with_exact_parts_the_world_and_the_stage_may_change_and_the_bits_stay(run) -> None:
-    """World 1 → 2 → 4 → 2 at ZeRO 2 → 3 → 0 → 1, with all that is drawn at random, against one worker undisturbed."""
+    """World 1 → 2 → 4 → 2 at ZeRO 2 → 3 → 0 → 1 with all random operations, compared with one undisturbed worker."""
     options = ("exact_parts=4", "model.dropout=0.1", "mixup=0.2", "polyak=0.9", "checkpoint_blocks=1", "log_every=1")
     exact = [f"pretrain.{option}" for option in options]
     alone = run.parent / "alone"
     shutil.copytree(run, alone)
     assert finish(alone, "cluster.workers=1", *exact) == 0, said(run)
-    # Of a range the largest that the batch and the parts allow: four.
+    # For a range of worker counts: the largest that the batch and the parts allow, here four.
     some = "{least: 3, most: 7}"
     for number, (workers, zero) in enumerate([("1", 2), ("2", 3), (some, 0), ("2", 1)]):
         options = (f"cluster.workers={workers}", f"pretrain.zero={zero}", *exact)
@@ -563,7 +563,7 @@ def test_with_exact_parts_the_world_and_the_stage_may_change_and_the_bits_stay(r
 
 @pytest.mark.slow
 def test_a_stop_a_commit_and_an_infinite_gradient_of_one_worker_fall_into_one_step_and_nothing_is_lost(run) -> None:
-    """Against a run whose step 13 had that gradient, and in which nothing else happened."""
+    """Compared with a run whose only fault is that gradient in step 13."""
     alone = run.parent / "alone"
     shutil.copytree(run, alone)
     assert finish(alone, "pretrain.log_every=1", patch="infinite_in_one_micro_batch 12") == 0, said(run)
@@ -599,7 +599,7 @@ def test_a_run_that_bad_samples_end_commits_the_save_in_flight_and_leaves_nothin
 
 
 def whole_state(run: Path) -> dict[str, dict[str, list[float]]]:
-    """Every parameter's master, moments and average, put together from the files of the last checkpoint."""
+    """Return every parameter's master, moments and average, assembled from the files of the last checkpoint."""
     last = committed(stage(run) / "checkpoints")[0]
     weights = models.load_weights(stage(run))[0]
     reader = checkpoint_reader.Reader(last, read_manifest(last).files)
@@ -615,7 +615,7 @@ def test_a_stretch_of_non_finite_steps_is_excluded_once_and_spikes_are_kept_for_
     again = [record for record in read_metrics(stage(run)) if record["attempt"] == 2]
     assert again[0]["step"] == 16 and math.isnan(again[0]["losses"][0]), "step 16 is poisoned too: skipped alone"
     last = read_manifest(committed(stage(run) / "checkpoints")[0])
-    assert last.step == 40 and last.updates == 40 - 5 - 1  # five left out, one skipped
+    assert last.step == 40 and last.updates == 40 - 5 - 1  # five excluded, one skipped
     assert last.samples_seen == again[-1]["samples_seen"] == (40 - 5) * 16, "what is left out was never seen"
     for line in (stage(run) / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
@@ -637,8 +637,8 @@ def test_a_stretch_of_non_finite_steps_is_excluded_once_and_spikes_are_kept_for_
 
 
 @pytest.mark.parametrize(("save_every", "left"), [(5, 10), pytest.param(2, 12, marks=pytest.mark.slow)])
-def test_when_going_back_does_not_help_the_run_ends_with_70(run, save_every, left) -> None:
-    """Also where a save falls into the bad stretch."""
+def test_run_ends_with_70_if_rolling_back_does_not_help(run, save_every, left) -> None:
+    """Also if a save happens during the bad steps."""
     options = ["pretrain.max_skipped=3", f"pretrain.save_every={save_every}"]
     assert finish(run, *options, patch="poisoned_for_ever") == 70
     assert f"excluding steps {left + 1} … 15 did not help" in said(run)
@@ -684,7 +684,7 @@ def test_of_concurrent_runs_one_trains_and_the_others_exit_73(starts, twin, run)
     crowd = [start(run, patch="in_no_hurry") for _ in range(starts)]
     while sum(process.is_alive() for process in crowd) > 1:
         time.sleep(0.05)
-    (run.parent / "go").touch()  # all others have ended: nobody found a finished run to skip
+    (run.parent / "go").touch()  # all others have exited: none found a finished run to skip
     for process in crowd:
         process.join()
     assert sorted(process.exitcode for process in crowd) == [0] + [73] * (starts - 1), said(run)
@@ -692,10 +692,10 @@ def test_of_concurrent_runs_one_trains_and_the_others_exit_73(starts, twin, run)
     assert_same(run, twin)
 
 
-def test_the_best_is_handed_on_and_patience_ends_at_the_same_step_whatever_is_killed(few, run) -> None:
-    """Killed between the commit of the last evaluated step and its evaluation, and once more before the stage's end.
+def test_best_checkpoint_is_exported_and_patience_ends_at_the_same_step_whatever_is_killed(few, run) -> None:
+    """Kills between the commit of the last evaluated step and its evaluation, and before the stage's end.
 
-    What is to come of it is counted by hand, from a run that keeps all steps and knows nothing of a best.
+    The expected result is derived by hand from a run that keeps all steps and has no `keep_best`.
     """
     options = [f"pretrain.data.evaluate={few}", "pretrain.evaluate_every=4", "pretrain.optim.lr=0.02"]
     everything = ["pretrain.save_every=4", "pretrain.keep_every=4"]
@@ -744,20 +744,18 @@ def test_the_best_is_handed_on_and_patience_ends_at_the_same_step_whatever_is_ki
     log = (stage(run) / "log.txt").read_text()
     assert f"accuracy has not improved in 2 evaluations (patience 2): the best is {value:.4f} at step {best}" in log
     assert f"done at step {end}: weights of step {best} with the best accuracy, {value:.4f}, in" in log
-    # Nobody's hand prunes it either.
+    # A manual prune does not delete it either.
     assert main(["checkpoints", "prune", str(run), "--keep", "2"]) == 0
     assert found_folder(run, best).is_dir()
 
 
 def found_folder(run: Path, step: int) -> Path:
-    """The folder of a committed step."""
+    """Return the folder of a committed step."""
     return next(folder for folder in committed(stage(run) / "checkpoints") if read_manifest(folder).step == step)
 
 
 @pytest.mark.parametrize("frozen", ["driver and workers", "driver"])
-def test_a_driver_that_wakes_up_after_its_run_was_taken_over_ends_with_73_and_changes_nothing(
-    frozen, twin, run
-) -> None:
+def test_driver_that_wakes_up_after_a_takeover_of_its_run_exits_with_73_and_changes_nothing(frozen, twin, run) -> None:
     first = start(run, patch="hasty_lease")
     family = []
 
@@ -773,7 +771,7 @@ def test_a_driver_that_wakes_up_after_its_run_was_taken_over_ends_with_73_and_ch
         time.sleep(1.5)  # five periods: until then it may only be late
         assert finish(run, patch="hasty_lease") == 0, said(run)
         assert "taking over the run: no lease renewal" in said(run)
-        # What workers of the first attempt leave in its own folder is theirs.
+        # Workers of the first attempt may write to that attempt's folder.
         kept = {}
         for path in run.rglob("*"):
             if path.is_file() and "attempt-000001" not in path.parts:
@@ -785,7 +783,7 @@ def test_a_driver_that_wakes_up_after_its_run_was_taken_over_ends_with_73_and_ch
     first.join(60)
     assert first.exitcode == 73 and f"{run} was taken over by process" in said(run), said(run)
     changed = [path.name for path, content in kept.items() if path.read_bytes() != content]
-    # A worker that wakes up a moment before it is killed may still report a step of its attempt.
+    # A worker that wakes up just before it is killed may still report a step of its attempt.
     of_reports = {name for name in changed if name in ("metrics.jsonl", "log.txt") or name.startswith("events.")}
     assert set(changed) == of_reports, changed
     assert "ended with exit code" not in (run / "log.txt").read_text()

@@ -1,4 +1,4 @@
-"""What `tests/support/drives.py` promises: the processes that it starts end with the process that started them."""
+"""Processes started by `tests/support/drives.py` end with the process that started them."""
 
 import os
 import signal

@@ -1,13 +1,15 @@
-"""Three hundred bits flipped over every file of a finished run and its shards: found by name, or without effect.
+"""Flip three hundred bits in the files of a finished run and its shards: each is detected by file name, or harmless.
 
 1. A campaign packs, pretrains, resizes, fine-tunes and probes; its shards have been read and are marked as verified.
-   Beside it lie a packing that was stopped, a stretch of steps that is excluded, and exported weights.
-2. Every file gets one flip, and the rest of the flips fall where the bytes are. Size, time and inode stay as they were.
-3. After each flip the command that reads the file next is run, or the function that it reads the file with.
-4. The flip is found where the reader refuses and names the file and its folder; harmless where the result is the one of
-   the whole file and its class is in HARMLESS. Anything else is silent, or ends without a name, and fails the test.
+   Interrupted packing, a range of excluded steps and exported weights are added.
+2. Every file gets one flip; the other flips are drawn in proportion to the files' sizes. Size, modification time and
+   inode stay the same.
+3. After each flip the test runs the next command that reads the file, or the function with which it does so.
+4. A flip is detected if the reader rejects the file and names it with its folder. It is harmless if the result equals
+   that of the intact file and the file's class is in HARMLESS. Any other outcome is silent corruption or an error
+   without the file's name, and fails the test.
 
-`FAULT_SEED=N` draws other bits. docs/design/faults.md has the table that this test prints.
+`FAULT_SEED=N` draws other bits. The table that this test prints is in docs/design/faults.md.
 """
 
 import json
@@ -80,7 +82,7 @@ finetune:
 fewshot: {{init: "@resize", probe: {{train: "@shards/train", test: "@shards/test", shots: [1]}}}}
 """
 
-# Classes of files in which a flip may have no effect, and why: everything else must be found.
+# Classes of files in which a flip may have no effect, with the reason; in all others it must be detected.
 HARMLESS = {
     "log": "a log: shown to people, no result is made of it",
     "metrics": "the stage has finished; what decides from a record refuses a damaged one (test_best.py)",
@@ -90,7 +92,7 @@ HARMLESS = {
     "journal of a packing": "a torn or altered line is left out, and its shard is written again",
 }
 
-# What else is asked of a finished run where a file of this stage has changed: stages that read it, with another key.
+# Stages to run in addition after a change to a file of this stage: they read the file, and have a new key.
 NEXT = {
     "shards": ("pretrain.seed=1", "finetune.steps=3", "fewshot.probe.shots=[2]"),
     "pretrain": ("resize.image_size=32", "finetune.steps=3", "fewshot.probe.shots=[2]"),
@@ -99,15 +101,15 @@ NEXT = {
 
 
 class Answer(NamedTuple):
-    """What a reader came to."""
+    """The result of reading a file."""
 
-    code: int  # exit code of the command; 0 where a function returned
+    code: int  # exit code of the command; 0 if a function was called and returned
     said: str  # its message
-    result: object  # what is compared with the result of the whole file
+    result: object  # compared with the result for the intact file
 
 
 class Made(NamedTuple):
-    """What the flips fall into."""
+    """The run and files in which bits are flipped."""
 
     folder: Path
     recipe: Path
@@ -117,7 +119,7 @@ class Made(NamedTuple):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
-    """A finished run whose shards have been read, and beside it what only interrupted commands leave behind."""
+    """Make a finished run with verified shards, and the files that only interrupted commands leave."""
     folder = tmp_path_factory.mktemp("flips")
     recipe = folder / "small.yaml"
     recipe.write_text(RECIPE.format(run=folder / "run"))
@@ -133,7 +135,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
 
 
 def stop_packing_in_the_middle(folder: Path) -> None:
-    """Pack until the source ends with an error, as a packing does that is killed: finished shards are in a journal."""
+    """Pack until the source raises an error; like killed packing, this leaves a journal of the finished shards."""
 
     def ends_early() -> Iterator[Sample]:
         yield from islice(digits(True, image_size=16), 250)
@@ -149,9 +151,9 @@ def stop_packing_in_the_middle(folder: Path) -> None:
 
 @contextmanager
 def flipped(file: Path, bit: int) -> Iterator[None]:
-    """Flip a bit in place, size, inode and times as they were; afterwards the file is what it was before.
+    """Flip a bit in place, without changing size, inode and times; restore the file afterwards.
 
-    A command may write the file anew meanwhile, as each does with status.json.
+    A command may rewrite the file meanwhile, as all do with status.json.
     """
     original = file.read_bytes()
     damaged = bytearray(original)
@@ -172,7 +174,7 @@ def overwrite(file: Path, content: bytes) -> None:
 
 
 def drawn(files: list[Path], draw: random.Random) -> list[tuple[Path, int]]:
-    """Every file once, and the rest by size; (file, bit)."""
+    """Draw (file, bit): every file once, the rest in proportion to size."""
     sizes = [file.stat().st_size for file in files]
     chosen = files + draw.choices(files, weights=sizes, k=FLIPS - len(files))
     return [(file, draw.randrange(8 * file.stat().st_size)) for file in chosen]
@@ -182,7 +184,7 @@ def drawn(files: list[Path], draw: random.Random) -> list[tuple[Path, int]]:
 
 
 def class_of(file: Path, made: Made) -> str:
-    """The class of a file, as the table in docs/design/faults.md names it."""
+    """Return the class of a file as in the table of docs/design/faults.md."""
     place = file.relative_to(made.folder).parts
     if file.suffix == ".partial":
         return "journal of a packing"
@@ -209,7 +211,7 @@ def class_of(file: Path, made: Made) -> str:
 
 
 def ask(file: Path, made: Made, run: Callable[[list[str]], Answer], draw: random.Random | None) -> Answer:
-    """Do what reads the file next; without a draw, the plainest that does."""
+    """Run the next reader of the file; without a random generator, the simplest one."""
     kind = class_of(file, made)
     recipe = str(made.recipe)
     if kind == "journal of a packing":
@@ -222,7 +224,7 @@ def ask(file: Path, made: Made, run: Callable[[list[str]], Answer], draw: random
         return calling(lambda: contents(load_index(file.parent)))
     if kind == "checkpoint":
         answer = run(["checkpoints", "verify", str(file.parents[2])])
-        chosen = calling(lambda: checkpoint_reader.verify(file.parent))  # what a resume decides by
+        chosen = calling(lambda: checkpoint_reader.verify(file.parent))  # the basis of a resume's decisions
         assert (chosen.code == 0) == (answer.code == 0)
         return answer
     if kind == "record or weights of a stage":
@@ -230,7 +232,7 @@ def ask(file: Path, made: Made, run: Callable[[list[str]], Answer], draw: random
         if draw is None or not next_stages:
             return run(["run", recipe])
         return run(["run", recipe, draw.choice(next_stages)])
-    # Nothing is made of the others: looks, a rebuilt batch and a start must come to the same. The start comes last,
+    # No output depends on the others: inspection, a rebuilt batch and a start must give the same. The start comes last,
     # because it writes status.json and the lease anew.
     target = made.folder / "batch.npz"
     answers = []
@@ -251,7 +253,7 @@ def batch_of(file: Path) -> list[bytes]:
 
 
 def first_error_or_all(answers: list[Answer]) -> Answer:
-    """Several answers as one: the first that is an error, or all results."""
+    """Combine several answers into one: the first error, or the results of all."""
     for answer in answers:
         if answer.code != 0:
             return answer
@@ -259,7 +261,7 @@ def first_error_or_all(answers: list[Answer]) -> Answer:
 
 
 def calling(function: Callable[[], object]) -> Answer:
-    """What a function returned, or the error of ours that it raised; any other error is the test's failure."""
+    """Return a function's result or the Patchline error that it raised; any other error fails the test."""
     try:
         return Answer(0, "", function())
     except PatchlineError as error:
@@ -267,20 +269,20 @@ def calling(function: Callable[[], object]) -> Answer:
 
 
 def contents(index: Index) -> list[object]:
-    """All that a run learns from a set: its samples' bytes, and what the index says of them."""
+    """Return all that a run reads from a set: its samples' bytes and index entries."""
     reader = ShardReader(index)
     samples = [reader.read(shard, n) for shard, size in enumerate(index.shard_samples) for n in range(size)]
     return [samples, vars(index)]
 
 
 def pack_to_the_end(stopped: Path, copy: Path) -> Index:
-    """The set that a stopped packing comes to when the command is given again, in a copy."""
+    """Resume the interrupted packing in a copy; return the set."""
     shutil.copytree(stopped, copy)
     return pack(islice(digits(True, image_size=16), 300), copy, name="train", shard_samples=50)
 
 
 def packed_to_the_end(made: Made) -> Answer:
-    """The samples and the index of the stopped packing's set."""
+    """Return the samples and the index of the set after the interrupted packing is finished."""
     copy = made.folder / "copy"
     try:
         return calling(lambda: contents(pack_to_the_end(made.folder / "stopped", copy)))
@@ -299,7 +301,7 @@ def test_three_hundred_flips_over_every_file_are_found_or_harmless(made, capsys)
         code = main(arguments)
         out, err = capsys.readouterr()
         shutil.rmtree(made.folder / "out", ignore_errors=True)
-        return Answer(code, out + err, re.sub(r"\d+s\*?", "", out))  # how long a stage took is no result
+        return Answer(code, out + err, re.sub(r"\d+s\*?", "", out))  # a stage's duration is not a result
 
     files = sorted(
         path
@@ -308,7 +310,7 @@ def test_three_hundred_flips_over_every_file_are_found_or_harmless(made, capsys)
         and path.stat().st_size
         and path != made.recipe
         and not path.is_relative_to(made.folder / "node")
-        # Of the stopped packing the journal alone: its tars and tables are like those of the run.
+        # Include only the journal of the interrupted packing: its tars and tables are like those of the run.
         and not (path.is_relative_to(made.folder / "stopped") and path.suffix != ".partial")
     )
     draw = random.Random(SEED)
@@ -347,7 +349,7 @@ def test_three_hundred_flips_over_every_file_are_found_or_harmless(made, capsys)
     assert main(["run", str(made.recipe)]) == 0, "every bit was put back, and nothing else was changed"
 
 
-# ------------------------------------------------------------------------ what only interrupted commands leave behind
+# ------------------------------------------------------------------------ files of interrupted commands
 
 
 def test_any_bit_of_the_excluded_steps_is_found(tmp_path):
@@ -373,7 +375,7 @@ def test_a_bit_of_the_journal_of_a_stopped_packing_makes_no_other_set(tmp_path):
         assert written == json.loads((tmp_path / "whole" / "train.index.json").read_text())
 
 
-def test_a_log_or_status_that_has_changed_is_named_and_never_taken_for_a_bug(tmp_path, capsys, monkeypatch):
+def test_altered_log_or_status_is_named_and_never_reported_as_a_bug(tmp_path, capsys, monkeypatch):
     stage = tmp_path / "run" / "pretrain-1a2b3c4d"
     telemetry = Telemetry(stage, rank=0, attempt=1)
     telemetry.report("start", {"step": 0, "world": 2, "claimed": 1.0, "drop": [], "text": "random weights"})
@@ -381,7 +383,7 @@ def test_a_log_or_status_that_has_changed_is_named_and_never_taken_for_a_bug(tmp
     telemetry.close()
     (stage / "stage.json").write_text("{}")
     write_status(tmp_path / "run", None, "running", "python -m jobs run digits")
-    monkeypatch.setattr(ownership, "PERIOD_S", 0.01)  # a lease that cannot be read is watched
+    monkeypatch.setattr(ownership, "PERIOD_S", 0.01)  # a command watches an unreadable lease
     monkeypatch.setattr(ownership, "READ_AGAIN_S", 0.0)
     lease = Lease(Folder(tmp_path / "run"), print)
     lease.record["pid"] = 4_999_999

@@ -1,7 +1,7 @@
-"""Campaigns across several hosts, real ones to every program on them: a host dies, its link is cut, slow, or mended.
+"""Campaigns across several simulated hosts: a host dies, or its link is cut, slow or repaired.
 
-Three hosts (tests/support/hosts.py) with Ray on each, started as the README says; one processor each, so that a
-campaign of two workers lies on two hosts and has one to spare. The first host is the head, on which the driver runs.
+Ray runs on three hosts (tests/support/hosts.py), started with the README's commands. Each host has one processor, so
+that a campaign of two workers uses two hosts and one is spare. The first host is the head, on which the driver runs.
 """
 
 import hashlib
@@ -40,24 +40,25 @@ pytestmark = pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
 
 SEED = int(os.environ.get("FAULT_SEED", "20261122"))
 ROUNDS = int(os.environ.get("FAULT_ROUNDS", "20"))
-OVERRIDES = ["pretrain.log_every=1", "pretrain.micro_batch=1"]  # a step's report at once, and steps long enough to hit
+# Each step is reported at once, and is long enough to inject a fault.
+OVERRIDES = ["pretrain.log_every=1", "pretrain.micro_batch=1"]
 ONCE = pytest.param(1, marks=pytest.mark.timeout(900))
 LONG = pytest.param(ROUNDS, marks=pytest.mark.timeout(7200))
-HALF = pytest.param(ROUNDS // 2, marks=pytest.mark.timeout(7200))  # what the table asks ten of, where the rest has 20
+HALF = pytest.param(ROUNDS // 2, marks=pytest.mark.timeout(7200))  # for faults with ten rounds in the table, not 20
 QUARTER = pytest.param(ROUNDS // 4, marks=pytest.mark.timeout(7200))
-NOTICED_S = 20.0  # 10 s are promised, on a machine that is not busy with other things
+NOTICED_S = 20.0  # the documented limit is 10 s, on an otherwise idle machine
 AGAIN_S = 150.0  # for a new attempt: placing and importing, on two cores that carry three hosts
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The storage that all hosts share."""
+    """Return the storage shared by all hosts."""
     return tmp_path_factory.mktemp("shared")
 
 
 @pytest.fixture(scope="module")
 def both(shared: Path) -> Iterator[tuple[RayHosts, Path]]:
-    """The cluster, and the run that nothing befell, without Ray and hosts; the one starts while the other trains."""
+    """Start the cluster, and meanwhile train the undisturbed run without Ray and hosts."""
     twin = shared / "twin"
     process = start(twin, *OVERRIDES)
     with RayHosts(shared, ["h0", "h1", "h2"]) as cluster:
@@ -73,7 +74,7 @@ def twin(both: tuple[RayHosts, Path]) -> Path:
 
 @pytest.fixture
 def cluster(both: tuple[RayHosts, Path]) -> RayHosts:
-    """The cluster with all its hosts, whatever the test before did to them."""
+    """Return the cluster with all its hosts restored after the previous test."""
     cluster = both[0]
     dead = [name for name in cluster.names if not psutil.pid_exists(cluster.network[name].init)]
     if dead:
@@ -89,25 +90,25 @@ def begin(cluster: RayHosts, run: Path, *overrides: str) -> Driver:
 
 
 def has_said(driver: Driver, text: str) -> Callable[[], bool]:
-    """Whether the driver has printed the text."""
+    """Return a function that tells whether the driver has printed the text."""
     return lambda: text in driver.said
 
 
 def go_on(driver: Driver, attempt: int) -> tuple[float, float]:
-    """Wait until the next attempt trains; return the seconds until the fault was noticed, and from there on."""
+    """Wait until the next attempt trains; return the seconds to the fault's detection, and from there to training."""
     noticed_s = driver.until(lambda: driver.said.count("restarting from") >= attempt - 1, AGAIN_S)
     again_s = driver.until(has_said(driver, f"attempt {attempt}: "), AGAIN_S)
     return noticed_s, again_s
 
 
 def verdict(driver: Driver) -> str:
-    """The last line with which the driver ended an attempt, as far as it is of interest: who, where, and how."""
+    """Return the relevant part of the driver's last line about an ended attempt: rank, host and cause."""
     lines = [line for line in driver.said.splitlines() if "restarting from" in line]
     return lines[-1][:100]
 
 
 def verdict_or_none(driver: Driver) -> str:
-    """The verdict, or that there was none."""
+    """Return the verdict, or a text if there is none."""
     return verdict(driver) if "restarting from" in driver.said else "no verdict"
 
 
@@ -210,7 +211,7 @@ def test_hosts_end_with_the_process_that_booted_them_even_if_it_is_killed(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [ONCE, LONG])
 def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, shared) -> None:
-    """The run goes on on the host that was spare; the dead one comes back under its old name."""
+    """The run continues on the spare host; the dead host returns under its old name."""
     rng = random.Random(SEED)
     times_s: list[float] = []
     for number in range(rounds):
@@ -231,7 +232,7 @@ def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, sha
         assert_same(run, twin)
         assert noticed_s <= NOTICED_S
         times_s.append(again_s)
-    # At the end, so that a machine that is busy with other things hides no round.
+    # Assert after all rounds, so that a slow round on a busy machine does not hide the later rounds.
     assert max(times_s) <= 30, times_s
 
 
@@ -260,13 +261,13 @@ def test_a_host_that_dies_in_mid_save_changes_nothing(rounds, cluster, twin, sha
         assert_same(run, twin)
         assert noticed_s <= NOTICED_S
         times_s.append(again_s)
-    # At the end, so that a machine that is busy with other things hides no round.
+    # Assert after all rounds, so that a slow round on a busy machine does not hide the later rounds.
     assert max(times_s) <= 30, times_s
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_after_two_hosts_died_at_once_the_run_waits_and_goes_on_when_they_are_back(cluster, twin, shared) -> None:
+def test_run_waits_after_two_hosts_died_at_once_and_continues_when_they_return(cluster, twin, shared) -> None:
     run = shared / "two-deaths"
     driver = begin(cluster, run)
     driver.until(has_reported(run, 12), AGAIN_S)
@@ -285,7 +286,7 @@ def test_after_two_hosts_died_at_once_the_run_waits_and_goes_on_when_they_are_ba
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_host_that_comes_back_under_its_old_name_at_once_is_another_one(cluster, twin, shared) -> None:
-    """It is there again before Ray has missed it."""
+    """The host returns before Ray notices its loss."""
     run = shared / "old-name"
     driver = begin(cluster, run)
     driver.until(has_reported(run, 12), AGAIN_S)
@@ -301,7 +302,7 @@ def test_a_host_that_comes_back_under_its_old_name_at_once_is_another_one(cluste
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [ONCE, LONG])
 def test_a_host_that_gives_notice_costs_no_step_and_is_no_incident(rounds, cluster, shared) -> None:
-    """Runs of five times as many steps, because `ray drain-node` takes seconds."""
+    """Runs have five times as many steps, because `ray drain-node` takes seconds."""
     rng = random.Random(SEED + 5)
     steps = "pretrain.steps=200"
     twin = shared / f"drain-{rounds}-twin"
@@ -315,7 +316,7 @@ def test_a_host_that_gives_notice_costs_no_step_and_is_no_incident(rounds, clust
         victim = a_worker_host(driver, rng)
         cluster.drain(victim, run, stays_s=60)
         again_s = driver.until(has_said(driver, "attempt 2: "), AGAIN_S)
-        # A host that was taken back comes back as one that was restarted.
+        # A reclaimed host returns as a restarted one.
         cluster.network[victim].kill()
         if number + 1 < rounds:
             cluster.join(victim)
@@ -330,14 +331,14 @@ def test_a_host_that_gives_notice_costs_no_step_and_is_no_incident(rounds, clust
 
 
 def steps_of(record: Record) -> range:
-    """The steps that a report tells of."""
+    """Return the steps in a report."""
     return range(record["step"] - len(record["losses"]) + 1, record["step"] + 1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_goes_on_with_fewer_workers_and_with_more_as_hosts_are_lost_for_good_and_join(cluster, shared) -> None:
-    """Two workers, one, two; the same bits as one worker undisturbed, because the parts are fixed."""
+def test_run_continues_with_fewer_or_more_workers_as_hosts_are_lost_and_join(cluster, shared) -> None:
+    """Two workers, one, two: the same bits as an undisturbed single worker, because the parts are fixed."""
     exact = ["pretrain.exact_parts=4", "pretrain.steps=1000", "pretrain.save_every=20"]
     alone = shared / "alone"
     process = start(alone, "cluster.workers=1", *OVERRIDES, *exact)
@@ -422,14 +423,14 @@ def test_a_node_that_the_head_has_given_up_joins_again_as_soon_as_its_link_is_wh
         time.sleep(40)
         assert node.poll() is None, "silence alone ends nothing"
         network["h1"].mend()
-        node.wait(15)  # Ray itself ended 26 s after the link was whole
+        node.wait(15)  # Ray itself ended 26 s after the link was repaired
         assert "has removed this node: joining again" in log.read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_whoever_follows_a_submitted_run_is_told_that_the_head_is_gone_and_goes_on_when_there_is_one(shared) -> None:
-    """The head is cut off first, which closes no connection, then loses its power, and comes back with nothing."""
+def test_following_a_submitted_run_reports_a_lost_head_and_continues_when_it_returns(shared) -> None:
+    """First the head is cut off, which closes no connection; then it loses power, and returns with an empty disk."""
     token = shared / "token"
     token.write_text(os.urandom(32).hex())
     login = LOG_IN.format(token=token)
@@ -495,14 +496,14 @@ cat /dev/zero >/tmp/ballast 2>/dev/null || true
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_full_disk_on_one_host_does_not_stop_the_run(cluster, twin, shared) -> None:
-    """The disk of the host itself, where its Ray and its programs write; the shared one has room."""
+    """The host's local disk, for Ray and its programs, is full; the shared disk has space."""
     run = shared / "full"
     driver = begin(cluster, run)
     driver.until(has_reported(run, 7), AGAIN_S)
     victim = a_worker_host(driver, random.Random(SEED + 4))
     cluster.network[victim].run(FILL)
     code = driver.wait(2 * AGAIN_S)
-    # Its Ray may have given up: the next test has a host with an empty disk.
+    # Its Ray may have given up, so give the next test a fresh host.
     cluster.network[victim].kill()
     restarts = driver.said.count("restarting from")
     print(f"FAULT_SEED={SEED + 4}: disk of {victim} full after step 7; {restarts} restarts; {verdict_or_none(driver)}")
@@ -524,7 +525,7 @@ def black_hole(cluster: RayHosts, host: str) -> None:
 @pytest.mark.parametrize("rounds", [ONCE, HALF])
 @pytest.mark.parametrize("fault", [cut, black_hole])
 @pytest.mark.slow
-def test_a_host_behind_a_dead_link_is_noticed_and_cannot_commit(fault, rounds, cluster, twin, shared) -> None:
+def test_host_with_a_dead_link_is_detected_and_cannot_commit(fault, rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 2)
     times_s: list[float] = []
     for number in range(rounds):
@@ -533,12 +534,12 @@ def test_a_host_behind_a_dead_link_is_noticed_and_cannot_commit(fault, rounds, c
         driver.until(has_reported(run, rng.randrange(8, 30)), AGAIN_S)
         victim = a_worker_host(driver, rng)
         fault(cluster, victim)
-        time.sleep(1.0)  # a commit that was under way may end, as it would have a moment before
+        time.sleep(1.0)  # let a commit in progress finish
         before = {folder.name for folder in committed(stage(run) / "checkpoints")}
         noticed_s, again_s = go_on(driver, attempt=2)
         cluster.network[victim].mend()
         code = driver.wait(AGAIN_S)
-        # Its Ray has given up meanwhile: the host comes back as one that was restarted.
+        # Its Ray has given up by now, so the host returns as a restarted one.
         cluster.network[victim].kill()
         if number + 1 < rounds:
             cluster.join(victim)
@@ -555,7 +556,7 @@ def test_a_host_behind_a_dead_link_is_noticed_and_cannot_commit(fault, rounds, c
 @pytest.mark.parametrize("fault", [cut, black_hole])
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_link_that_is_dead_for_5_s_restarts_nothing(fault, cluster, twin, shared) -> None:
+def test_dead_link_of_5_s_restarts_nothing(fault, cluster, twin, shared) -> None:
     run = shared / f"blip-{fault.__name__}"
     driver = begin(cluster, run)
     driver.until(has_reported(run, 12), AGAIN_S)
@@ -632,7 +633,7 @@ def test_a_preflight_names_the_slow_link_and_is_content_when_it_is_mended(cluste
     assert "on 3 nodes" in said_now
     assert re.search(r"^OK   clocks      within [\d.]+ m?s of the driver's", said_now, re.M)
     assert "spare node" not in said_now
-    # Two workers leave a host without one, to which an attempt after a fault may move.
+    # Two workers leave a spare host, to which an attempt may move after a fault.
     code, said_of_two = preflight(cluster, shared / "preflight", "cluster.workers=2")
     assert code == 0
     assert re.search(r"^OK   workers     2 on .*; \d spare nodes? checked too", said_of_two, re.M)
@@ -643,7 +644,7 @@ def test_a_preflight_names_the_slow_link_and_is_content_when_it_is_mended(cluste
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_directory_of_each_host_alone_is_refused_by_preflight_and_by_run(cluster, shared) -> None:
-    run = Path("/tmp/alone/run")  # every host has a /tmp of its own
+    run = Path("/tmp/alone/run")  # every host has a separate /tmp
     for name in cluster.names:
         cluster.network[name].run("mkdir -p /tmp/alone")
     code, said_here = preflight(cluster, run)
@@ -658,11 +659,11 @@ def test_a_run_directory_of_each_host_alone_is_refused_by_preflight_and_by_run(c
     assert "checkpoint step" not in driver.said
 
 
-# ------------------------------------------------------------------------ a node that is unlike the others
+# ------------------------------------------------------------------------ a node unlike the others
 
 
 def restart_with_other_torch(cluster: RayHosts, name: str) -> None:
-    """Boot a host anew, on which everything finds that torch has another version."""
+    """Reboot a host with a different reported version of torch."""
     packages = cluster.network.shared / "other-packages" / "torch-2.12.0.dist-info"
     packages.mkdir(parents=True, exist_ok=True)
     (packages / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.12.0\n")
@@ -675,11 +676,11 @@ def restart_with_other_torch(cluster: RayHosts, name: str) -> None:
 def test_a_node_with_another_torch_is_left_out_and_too_few_are_refused(cluster, twin, shared) -> None:
     restart_with_other_torch(cluster, "h1")
     try:
-        # Whether it has a worker or is the spare one: it is named, and not rank 0 or whoever differs from it.
+        # Whether it runs a worker or is spare, this host is named, not rank 0 or the hosts that differ from it.
         code, of_two = preflight(cluster, shared / "preflight", "cluster.workers=2")
         assert code == 69
         assert re.search(r"^FAIL versions    (worker \d on|node) h1 has torch 2.12.0, 2 of 3 nodes have ", of_two, re.M)
-        # A worker on every host fails with it; with two it depends on where Ray places them.
+        # With a worker on every host the start fails; with two workers it depends on Ray's placement.
         run = shared / "unlike"
         driver = begin(cluster, run, "cluster.workers.least=2", "cluster.workers.most=3", "pretrain.batch_size=12")
         assert driver.wait(2 * AGAIN_S) == 0, driver.said
@@ -717,8 +718,8 @@ for port, path in ((8265, "/api/jobs/"), (52365, "/logs"), (52365, "/api/job_age
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_another_host_without_the_token_is_told_nothing(cluster) -> None:
-    """Of a cluster that the README's lines started; metrics ports ask for no token (docs/design/cluster.md)."""
+def test_host_without_the_token_learns_nothing(cluster) -> None:
+    """The README's commands started the cluster; metrics ports require no token (docs/design/cluster.md)."""
     told = cluster.network["h1"].run([sys.executable, "-c", STRANGER, cluster.head.address])
     print(told)
     assert told.splitlines() == [

@@ -131,7 +131,7 @@ def test_a_family_passes_every_stage_and_fine_tunes_as_timm_does(
     np.testing.assert_allclose(losses, expected, rtol=2e-4, atol=2e-5)
     assert expected[-1] < expected[0]
 
-    # 2. The export in timm's form is the plain loop's module.
+    # 2. The export in timm's format equals the plain loop's module.
     assert main(["export", str(stage), "out", "--format", "timm"]) == 0
     exported = timm.create_model("local-dir:out", pretrained=True)
     assert json.loads(Path("out/config.json").read_text())["architecture"] == architecture

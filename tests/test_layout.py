@@ -1,6 +1,6 @@
-"""The map of the house: which package may import which, what each may bring along, that nothing goes in circles.
+"""Rules of the package layout: allowed imports between packages, allowed libraries, and no import cycles.
 
-And that what tests and benchmarks name of ours is there: most of their lines run only with a GPU, or are slow.
+Names of ours used in tests and benchmarks must exist too: most of those lines run only with a GPU, or are slow.
 """
 
 import ast
@@ -58,7 +58,7 @@ KIND_MODULES = sorted({place.partition(":")[0] for place in KINDS.values()})
 
 
 def modules_of(package: str) -> dict[str, Path]:
-    """The file of every module of a package by its dotted name; a folder's `__init__.py` stands for the folder."""
+    """Return the file of every module of a package by dotted name; a folder's `__init__.py` has the folder's name."""
     modules = {}
     for path in sorted((ROOT / package).rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -67,7 +67,7 @@ def modules_of(package: str) -> dict[str, Path]:
 
 
 def imports(source: str) -> list[tuple[int, str]]:
-    """(line, module) of every import, those inside functions included; a relative one starts with a dot."""
+    """Return (line, module) of every import, also inside functions; relative imports begin with a dot."""
     lines_and_names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -81,7 +81,7 @@ def imports(source: str) -> list[tuple[int, str]]:
 
 
 def targets(source: str, modules: set[str]) -> set[str]:
-    """Those of `modules` that the source imports, whichever way the import is written."""
+    """Return the `modules` that the source imports, in any form of import."""
     imported = set()
     for _, name in imports(source):
         for module in modules:
@@ -91,7 +91,7 @@ def targets(source: str, modules: set[str]) -> set[str]:
 
 
 def arrows(package: str) -> dict[str, set[str]]:
-    """For every module of a package, the modules of the same package that it imports anywhere in its text."""
+    """Return, for every module of a package, the modules of the same package that it imports anywhere."""
     modules = modules_of(package)
     arrows_of = {}
     for name, path in modules.items():
@@ -102,7 +102,7 @@ def arrows(package: str) -> dict[str, set[str]]:
 def wing_of(module: str) -> str:
     """`data.images.decode` → `data.images`, `data.extras.leaks.search` → `data.extras.leaks`.
 
-    A module outside any folder, `data.order` for example, is a wing of its own.
+    A module outside any folder, such as `data.order`, is a separate wing.
     """
     parts = module.split(".")
     depth = 3 if is_extra(module) else 2
@@ -114,7 +114,7 @@ def is_extra(module: str) -> bool:
 
 
 def between_wings(arrows_of: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The arrows of modules, drawn between their wings; those inside a wing are left out."""
+    """Return the imports between wings, without those inside a wing."""
     folded: dict[str, set[str]] = {}
     for module, imported in arrows_of.items():
         wing = wing_of(module)
@@ -124,7 +124,7 @@ def between_wings(arrows_of: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def circle(arrows_of: dict[str, set[str]]) -> list[str]:
-    """The names on a circle of arrows, the first one again at the end; empty where there is no circle."""
+    """Return the names on an import cycle, with the first repeated at the end; an empty list without a cycle."""
     try:
         TopologicalSorter(arrows_of).prepare()
     except CycleError as error:
@@ -133,7 +133,7 @@ def circle(arrows_of: dict[str, set[str]]) -> list[str]:
 
 
 def violations(package: str, name: str, source: str) -> list[str]:
-    """Every import of the file that its package does not allow, as one line each."""
+    """Return a line for each import in the file that its package does not allow."""
     problems = []
     for line, module in imports(source):
         top = module.split(".")[0]
@@ -170,7 +170,7 @@ def test_inside_a_package_the_arrows_go_one_way(package: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_between_the_wings_of_a_package_the_arrows_go_one_way(package: str) -> None:
-    """Wings may not import each other in turn, even if no two of their modules do."""
+    """Wings must not import each other mutually, even if no two of their modules do."""
     arrows_of = arrows(package)
     names = circle(between_wings(arrows_of))
     culprits = []
@@ -183,7 +183,7 @@ def test_between_the_wings_of_a_package_the_arrows_go_one_way(package: str) -> N
 
 @pytest.mark.parametrize(("wing", "other"), WALLS)
 def test_a_wall_between_two_wings_is_whole(wing: str, other: str) -> None:
-    """The second may hand something to the first, by argument; the first knows nothing of it."""
+    """The second wing may pass arguments to the first, but the first must not import the second."""
     there = modules_of(other.split(".")[0])
     forbidden = {name for name in there if f"{name}.".startswith(f"{other}.")}
     assert forbidden, f"{other} is not there"
@@ -201,12 +201,12 @@ def test_the_core_imports_no_extra() -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    """A reader who searches for a class finds one."""
+    """A search for a class name finds a single class."""
     assert shared_class_names() == {}
 
 
 def shared_class_names() -> dict[str, list[str]]:
-    """Return the names that several classes of the product have, each with the modules of these classes."""
+    """Return the names shared by several classes, with the modules of these classes."""
     modules: dict[str, list[str]] = {}
     for package in PACKAGES:
         for module, path in modules_of(package).items():
@@ -218,16 +218,16 @@ def shared_class_names() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("module", ["models", "jobs.recipe.campaign", "jobs.run.session", *KIND_MODULES])
 def test_a_recipe_is_checked_without_torch(module: str) -> None:
-    """Torch takes a second to import, for which a recipe with a wrong key shall not wait."""
+    """Importing torch takes a second, and an error for a wrong key must not wait for it."""
     modules = {name: path for package in PACKAGES for name, path in modules_of(package).items()}
-    ways = {module: module}  # to each module that is imported with this one
+    ways = {module: module}  # the chain of imports to each module that this one imports
     waiting = [module]
     while waiting:
         importer = waiting.pop()
         source = modules[importer].read_text()
         at_the_top = imported_at_the_top(ast.parse(source).body)
         assert "torch" not in {name.split(".")[0] for name in at_the_top}, f"{ways[importer]} → torch"
-        # With a module come the packages that it lies in.
+        # Importing a module also imports its parent packages.
         for name in at_the_top:
             parts = name.split(".")
             for length in range(1, len(parts) + 1):
@@ -238,7 +238,7 @@ def test_a_recipe_is_checked_without_torch(module: str) -> None:
 
 
 def imported_at_the_top(body: list[ast.stmt]) -> list[str]:
-    """Return what is imported with a module: not by its functions, nor for mypy alone."""
+    """Return a module's top-level imports, except those only for type checking."""
     names = []
     for node in body:
         if isinstance(node, ast.Import):
@@ -251,7 +251,7 @@ def imported_at_the_top(body: list[ast.stmt]) -> list[str]:
 
 
 def test_jobs_uses_no_private_name_of_ray() -> None:
-    """Ray may change such a name in any release, and a run would end where it is used first."""
+    """Ray may change private names in any release, and a run would fail at their first use."""
     problems = []
     for path in modules_of("jobs").values():
         for line, name in private_names(path.read_text(), "ray"):
@@ -260,9 +260,9 @@ def test_jobs_uses_no_private_name_of_ray() -> None:
 
 
 def private_names(source: str, library: str) -> list[tuple[int, str]]:
-    """(line, name) of every name of the library that begins with an underscore, or lies in its dashboard or core.
+    """Return (line, name) of every name of the library with a leading underscore or from its dashboard or core.
 
-    Such names are imported, taken as attributes, or stand in a text: of a script, or of a logger.
+    Such names can be imports, attributes, or parts of strings: of a script, or of a logger's name.
     """
     names = imports(source)
     bound = {}  # "Gauge": "ray.util.metrics.Gauge"
@@ -294,7 +294,7 @@ def private_names(source: str, library: str) -> list[tuple[int, str]]:
 
 
 def test_a_config_cannot_be_changed() -> None:
-    """A key, a digest or a line of the log that was made of it would not be true any more."""
+    """A changed config would no longer match the keys, digests and log lines computed from it."""
     found = 0
     for package in PACKAGES:
         for name, path in modules_of(package).items():
@@ -322,7 +322,7 @@ def test_a_package_is_not_named_like_a_module_of_the_standard_library() -> None:
 
 
 def test_whatever_tests_and_benchmarks_name_of_ours_is_there() -> None:
-    """Mypy reads the packages alone, and what is moved in one is not noticed by a test that seldom runs."""
+    """Mypy checks only the packages, and rarely run tests do not notice moved names."""
     problems = []
     for folder in ("tests", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -332,7 +332,7 @@ def test_whatever_tests_and_benchmarks_name_of_ours_is_there() -> None:
 
 
 def missing_names(source: str) -> list[tuple[int, str]]:
-    """(line, name) of what the source imports from our modules, or takes as their attribute, that none of them has."""
+    """Return (line, name) of imports and attributes in the source that our modules do not define."""
     tree = ast.parse(source)
     missing = []
     modules = {}  # "checkpoint": "pipeline.checkpoints.checkpoint"
@@ -360,7 +360,7 @@ def missing_names(source: str) -> list[tuple[int, str]]:
 
 
 def bound_in(tree: ast.AST) -> set[str]:
-    """Return the names that assignments and arguments bind anywhere: there they may be something else than a module."""
+    """Return the names bound by any assignment or argument, which may therefore not be modules."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -371,17 +371,17 @@ def bound_in(tree: ast.AST) -> set[str]:
 
 
 def is_there(name: str) -> bool:
-    """Tell whether a dotted name is a module of ours or what one defines; of other libraries nothing is asked."""
+    """Return whether a dotted name exists in our modules; names of other libraries always count as existing."""
     if name.split(".")[0] not in {*PACKAGES, "tests", "benchmarks"} or file_of(name) is not None:
         return True
     module, _, attribute = name.rpartition(".")
-    # What every module has: __file__, __name__.
+    # Every module has __file__ and __name__.
     return attribute.startswith("__") or attribute in names_in(module)
 
 
 @functools.cache
 def file_of(module: str) -> Path | None:
-    """Return the file of a module of ours, the folder of one without `__init__.py`; None for what is none."""
+    """Return the file of one of our modules, or its folder if it lacks `__init__.py`; None for other names."""
     folder = ROOT.joinpath(*module.split("."))
     for path in (folder.with_suffix(".py"), folder / "__init__.py", folder):
         if path.exists():
@@ -391,7 +391,7 @@ def file_of(module: str) -> Path | None:
 
 @functools.cache
 def names_in(module: str) -> frozenset[str]:
-    """Return the names that a module of ours has: what it defines, binds or imports outside its functions."""
+    """Return the names that one of our modules defines, binds or imports outside its functions."""
     path = file_of(module)
     if path is None or path.is_dir():
         return frozenset()
@@ -401,7 +401,7 @@ def names_in(module: str) -> frozenset[str]:
         node = nodes.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
-            continue  # what is inside is none of the module's names
+            continue  # names inside are not the module's
         if isinstance(node, ast.Import | ast.ImportFrom):
             names.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
         if isinstance(node, ast.Name):
@@ -430,7 +430,7 @@ def test_a_name_that_was_moved_is_missed(source: str, name: str) -> None:
     assert missing_names(source) == [(len(source.splitlines()), name)]
 
 
-def test_a_name_that_is_there_is_not_missed() -> None:
+def test_existing_name_is_not_reported_as_missing() -> None:
     there = "from pipeline.checkpoints import saver\nimport models as m\nimport torch\n"
     assert missing_names(f"{there}saver.host_memory\nm.ViT\nm.__file__\ntorch.nothing") == []
     shadowed = "from data import files\ndef test(files):\n    files.values()"
@@ -480,7 +480,7 @@ def test_a_circle_is_seen_in_either_way_of_writing_an_import() -> None:
     assert targets("from data.shards.index import Shard", known) == {"data.shards.index"}
 
 
-def test_a_circle_between_wings_is_seen_where_no_module_is_on_one() -> None:
+def test_cycle_between_wings_is_found_even_without_a_cycle_of_modules() -> None:
     arrows_of = {
         "data.images.decode": {"data.shards.tar"},
         "data.shards.tar": {"data.order"},

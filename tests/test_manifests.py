@@ -1,6 +1,6 @@
 """The manifests of deploy/kuberay pass what an API server checks: strict schemas, and the expression rules in them.
 
-    pip install cel-python kubernetes-validate       # in an environment of its own: Patchline does not need them
+    pip install cel-python kubernetes-validate       # in a separate environment: Patchline does not need them
     CRDS=FOLDER python -m pytest -m slow tests/test_manifests.py
 
 FOLDER holds definitions of resources: KubeRay's `ray-operator/config/crd/bases/ray.io_{rayclusters,rayjobs}.yaml` of
@@ -39,7 +39,7 @@ def definitions() -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def problems(value: Any, schema: dict[str, Any], where: str) -> Iterator[str]:
-    """Find unknown fields, which an API server refuses, and broken rules; the rest is JSON Schema's."""
+    """Find unknown fields, which an API server rejects, and broken rules; JSON Schema covers the rest."""
     celpy = pytest.importorskip("celpy")
     for rule in schema.get(RULES, []):
         if "oldSelf" not in rule["rule"]:
@@ -60,7 +60,7 @@ def problems(value: Any, schema: dict[str, Any], where: str) -> Iterator[str]:
 
 
 def plain(schema: Any) -> Any:
-    """Return a schema of Kubernetes as one of JSON Schema."""
+    """Convert a Kubernetes schema to JSON Schema."""
     if isinstance(schema, list):
         return [plain(part) for part in schema]
     if not isinstance(schema, dict):
@@ -72,7 +72,7 @@ def plain(schema: Any) -> Any:
 
 
 def refusals(document: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a manifest; empty for one that is taken."""
+    """Return the errors of a manifest; an empty list if it is accepted."""
     jsonschema = pytest.importorskip("jsonschema")
     schema = definitions().get((document["apiVersion"], document["kind"]))
     if schema is None:
@@ -80,7 +80,7 @@ def refusals(document: dict[str, Any]) -> list[str]:
         validate.validate(document, "1.31", strict=True)
         return []
     errors = jsonschema.Draft7Validator(plain(schema)).iter_errors(document)
-    # The metadata have a schema of Kubernetes' own.
+    # Kubernetes has a separate schema for metadata.
     body = {name: part for name, part in document.items() if name != "metadata"}
     return [*(error.message for error in errors), *problems(body, schema, document["kind"])]
 
@@ -88,7 +88,7 @@ def refusals(document: dict[str, Any]) -> list[str]:
 def documents() -> Iterator[dict[str, Any]]:
     for path in sorted(FOLDER.glob("*.yaml")):
         for document in yaml.safe_load_all(path.read_text()):
-            if document["kind"] != "Kustomization":  # read by kubectl, and by no server
+            if document["kind"] != "Kustomization":  # read only by kubectl, not by a server
                 yield document
 
 
@@ -101,7 +101,7 @@ def test_every_manifest_is_taken() -> None:
 
 
 def test_what_a_rule_or_a_schema_forbids_is_refused() -> None:
-    """That the check above can fail: by a rule of each project, a wrong type, a wrong name."""
+    """The check above can fail: by a rule of each project, a wrong type, a wrong name."""
     by_kind = {document["kind"]: document for document in documents()}
     borrowing_alone = {"reclaimWithinCohort": "Never", "borrowWithinCohort": {"policy": "LowerPriority"}}
     table = (

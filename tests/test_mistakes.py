@@ -52,7 +52,7 @@ COMMANDS = """
 64 train tiny.yaml                            => No such command 'train'.|use run instead
 64 runn tiny.yaml                             => Did you mean 'run'?
 64 run                                        => expected a YAML file or a built-in recipe: cifar10, digits
-64 run tiny.yaml --gpus 1                     => No such option: --gpus|type recipe keys without dashes
+64 run tiny.yaml --gpus 1                     => No such option: --gpus|write recipe keys without dashes
 64 plan tiny.yaml --resolve                   => Possible options: --fresh, --resolved
 78 run tiny.yaml pretrain.steps 100           => invalid override pretrain.steps|for example pretrain.steps=100
 78 run tiny.yaml pretrain.steps = 100         => without spaces, for example pretrain.steps=100
@@ -311,7 +311,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 
 def mistakes() -> list[tuple[str, int, str]]:
-    """(what is typed, exit code, words of the answer) of the two tables of lines."""
+    """Return (typed line, exit code, parts of the error) from the two tables of lines."""
     rows = []
     for table, before in ((COMMANDS, ""), (KEYS, "plan tiny.yaml ")):
         for line in filter(None, table.splitlines()):
@@ -398,7 +398,7 @@ def test_another_model_name_keeps_no_sizes_of_the_first(desk, monkeypatch, capsy
         capsys,
         "but the recipe's model also sets width: 64, depth: 3, which would override the name|set pretrain.model=Ti/8",
     )
-    # The same size with another patch keeps them.
+    # The same image size with another patch size keeps them.
     assert main(["plan", "recipe.yaml", "pretrain.model.name=mu/4", "--resolved"]) == 0
     assert "width: 64" in capsys.readouterr().out
 

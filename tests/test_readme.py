@@ -1,8 +1,8 @@
-"""The README's commands do what it says: on a tiny run those that can run here, and the others are at least accepted.
+"""The README's commands work on a tiny run; for commands that cannot run here, the subcommand must exist.
 
 1. The lines of code blocks that begin with `python -m jobs` are the commands, in the order of the README.
-2. `places` says what stands for a name in the README: the tiny run for `runs/digits`, for example. The commands are run
-   with the names replaced, one after the other, so that each finds what those before it have made.
+2. `places` maps names in the README to replacements, for example `runs/digits` to the tiny run. The commands run with
+   the names replaced, one after another, so that each finds the results of the previous ones.
 3. A command that cannot run here (`NOT_HERE`) must name a subcommand whose `--help` works.
 """
 
@@ -27,20 +27,20 @@ README = (ROOT / "README.md").read_text()
 NOT_HERE = ("submit", "list", "logs", "stop")
 ENTRY = ["python", "-m", "jobs"]
 
-# Files and folders of the repository, where a text names one; "/data/web" is a user's own.
+# Matches paths of the repository in a text; "/data/web" is a user's path.
 PATH = re.compile(r"(?<![\w/.])(?:jobs|pipeline|models|data|tests|docs|benchmarks)/[\w./-]*\w")
-# docs/design/SPEC.md, which this leaves out by its capitals, describes other people's repositories.
+# The pattern excludes docs/design/SPEC.md, in capitals, because it describes other people's repositories.
 DOCUMENTS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("[a-z]*.md"))
 PAGES = ["README.md", "benchmarks/README.md", *DOCUMENTS]
 
 
 def code_blocks(text: str) -> list[str]:
-    """The contents of the fenced blocks."""
+    """Return the contents of the fenced blocks."""
     return text.split("```")[1::2]
 
 
 def commands() -> list[list[str]]:
-    """The words of every command line in the README's code blocks, without comments."""
+    """Return the words of every command in the README's code blocks, without comments."""
     lines = [line for block in code_blocks(README) for line in block.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("python -m jobs")]
 
@@ -52,14 +52,14 @@ def subcommand(words: list[str]) -> str:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, str]:
-    """What the README's names stand for in this test; stages are named once they are there (see `in_place`)."""
+    """Map the README's names to files of this test; stages are resolved later (see `in_place`)."""
     folder = tmp_path_factory.mktemp("readme")
     recipe = folder / "tiny.yaml"
     text = TINY.format(run=folder / "run", shards=shards)
     text = text.replace("steps: 24", "steps: 2").replace("warmup_steps: 5", "warmup_steps: 2")
     recipe.write_text(text.replace("workers: 2", "workers: 1"))
 
-    # A folder of images for each of two classes, and an official file of weights.
+    # Two class folders of images, and an official weights file.
     for number, sample in enumerate(digits(train=False, image_size=16)):
         if number == 8:
             break
@@ -71,7 +71,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, 
     official = folder / "vit_b16.npz"
     assert main(["export", str(folder / "ours"), str(official), "--format", "npz"]) == 0
 
-    # `jobs new photos` finds these where the commands are typed, and writes photos.yaml beside them.
+    # `jobs new photos` finds this folder in the current directory, and writes photos.yaml next to it.
     (folder / "photos").symlink_to(folder / "images")
 
     return {
@@ -95,7 +95,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, 
 
 
 def in_place(word: str, places: dict[str, str]) -> str:
-    """What a word of a command stands for: a place itself, or a stage of a run."""
+    """Return the replacement for a word of a command: a path, or a stage of a run."""
     if word in places:
         return places[word]
     stage = re.fullmatch(r"(runs/\w+)/(\w+)", word)
@@ -103,7 +103,7 @@ def in_place(word: str, places: dict[str, str]) -> str:
 
 
 def run(words: list[str]) -> int:
-    """The exit code of a command of the README; a module of its own needs a process of its own."""
+    """Return the exit code of a README command; other modules than `jobs` run in a separate process."""
     if words[:3] == ENTRY:
         return main(words[3:])
     return subprocess.run([sys.executable, *words[1:]], cwd=ROOT, timeout=120).returncode
@@ -115,12 +115,12 @@ def test_the_commands_of_the_readme_run(places: dict[str, str], monkeypatch: pyt
     names = {subcommand(words) for words in wanted}
     assert {"plan", "run", "status", "pack", "data", "import", "export", "checkpoints", "replay", "analyze"} <= names
     for words in wanted:
-        # The recipe that `jobs new` has written is for ten minutes.
+        # The recipe of `jobs new` trains for ten minutes.
         if words[-1] == "photos.yaml":
             words += ["pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1"]
         assert run([in_place(word, places) for word in words if word != "--open"]) == 0, shlex.join(words)
 
-    # What the commands exported is opened by the lines that stand below them, and both libraries see the same model.
+    # The Python lines below the commands open the exports, and both libraries see the same model.
     (code,) = [block.removeprefix("python\n") for block in code_blocks(README) if block.startswith("python\n")]
     shutil.copy(next(Path("images/class-0").iterdir()), "photo.jpg")
     printed: list[torch.Tensor] = []

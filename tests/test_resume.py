@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[1]
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))
 
 
-LENGTH = ["pretrain.steps=160", "pretrain.save_every=40", "pretrain.log_every=2"]  # seconds, so that a fault fits in
+# Seconds of training, enough to inject a fault.
+LENGTH = ["pretrain.steps=160", "pretrain.save_every=40", "pretrain.log_every=2"]
 
 
 def load(recipe: Path, *overrides: str) -> campaign.Campaign:
@@ -45,7 +46,7 @@ def pretrain_of(recipe: Path, *overrides: str) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, shards) -> Path:
-    """The pretraining stage folder of a run that nothing disturbed."""
+    """Return the pretraining folder of an undisturbed run."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     recipe = folder / "tiny.yaml"
     recipe.write_text(TINY.format(run=folder / "run", shards=shards))
@@ -72,12 +73,12 @@ def test_zero_stages_agree_to_rounding_and_loader_processes_to_the_bit(recipe, u
     assert ours.ledger == theirs.ledger
 
 
-# Of a run on a CPU, where the share of the peak is not known.
+# Metrics of a run on a CPU, whose model FLOPs utilization is unknown.
 SHOWN = {f"ray_patchline_{name}" for name in {*OF_REPORT, *OF_DRIVER} - {"mfu"}}
 
 
 def assert_visible(scraper: Scraper, run: Path, folder: Path) -> None:
-    """A run that trained could be seen in Prometheus and in Ray's dashboard."""
+    """Assert that the run was visible in Prometheus and in Ray's dashboard."""
     for name in SHOWN:
         labels = scraper.seen.get(name, {})
         assert (labels.get("run"), labels.get("stage")) == (run.name, "pretrain"), (name, sorted(scraper.seen))
@@ -88,7 +89,7 @@ def assert_visible(scraper: Scraper, run: Path, folder: Path) -> None:
 
 
 def kill_by_plan(folder: Path, plan: list[tuple[int, str]], pauses: list[float]) -> None:
-    """In each attempt, some time after it has reported the step: SIGKILL to a worker, or to the agent."""
+    """Send SIGKILL to a worker or to the agent in each attempt, some time after it reports the step."""
     attempt = 0
     for (step, victim), pause in zip(plan, pauses, strict=True):
         while not (found := [r for r in read_metrics(folder) if r["attempt"] > attempt and r["step"] >= step]):
@@ -107,9 +108,9 @@ def kill_by_plan(folder: Path, plan: list[tuple[int, str]], pauses: list[float])
 def test_under_ray_a_killed_worker_and_agent_leave_no_trace_either(
     rounds, agents, recipe, uninterrupted, capsys, monkeypatch
 ):
-    """A worker and the agent, some times a round, each in an attempt of its own."""
+    """A worker and the agent are killed several times per round, each in a separate attempt."""
     rng = random.Random(SEED)
-    # A path that is relative to the folder of this process, which is not that of Ray's workers.
+    # The path is relative to the current directory of this process; Ray's workers have another one.
     monkeypatch.chdir(recipe.parent)
     Path("ds.json").write_text("{}")
     monkeypatch.setenv(*EXPORT_EVERY)

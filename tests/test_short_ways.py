@@ -1,4 +1,4 @@
-"""How many calls lie between the command and `model(images)`, and between the training loop and a commit.
+"""Count the calls between the command and `model(images)`, and between the training loop and a commit.
 
 What is counted, on a real run with the processes backend: frames on the stack whose files belong to our four
 packages. Frames of libraries (torch, DeepSpeed, the command line) and of the tests are not, nor is the line of
@@ -45,7 +45,7 @@ def stacks(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 
 def show(title: str, calls: list[Call]) -> str:
-    """The map, printed for `pytest -s` and returned for the message of an assertion."""
+    """Print the calls for `pytest -s`, and return them for an assertion's message."""
     lines = [f"{title}: {len(calls)} calls", *numbered(calls)]
     text = "\n".join(lines)
     print(f"\n{text}")

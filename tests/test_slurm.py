@@ -1,6 +1,7 @@
-"""deploy/slurm/train.sbatch under a real Slurm on two hosts (tests/support/hosts.py): slurmctld, slurmd and munged.
+"""Run deploy/slurm/train.sbatch under a real Slurm on two simulated hosts: slurmctld, slurmd and munged.
 
-Debian's packages slurmctld, slurmd, slurm-client and munge; skipped where they, or root, are missing.
+The tests need root and Debian's packages slurmctld, slurmd, slurm-client and munge, and are skipped without them.
+tests/support/hosts.py simulates the hosts.
 """
 
 import os
@@ -47,7 +48,7 @@ ReturnToService=2
 NodeName=n[0-1] CPUs=1 RealMemory=1000 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-# The hosts have no control groups; Slurm 22.05 can be told of none, and of a folder that looks like some.
+# The hosts have no control groups; Slurm 22.05 can disable them, or use an imitation of their folder.
 CGROUP_CONF = """
 CgroupPlugin=cgroup/v1
 CgroupMountpoint=/tmp/cgroup
@@ -56,7 +57,7 @@ CgroupMountpoint=/tmp/cgroup
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The storage that both hosts share, with the home of their user."""
+    """Return the storage shared by both hosts, with their user's home."""
     folder = tmp_path_factory.mktemp("shared")
     (folder / "home").mkdir()
     (folder / "slurm.conf").write_text(SLURM_CONF.format(shared=folder))
@@ -68,7 +69,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def network(shared: Path) -> Iterator[Network]:
-    """Two hosts of a Slurm cluster."""
+    """Run a Slurm cluster of two hosts."""
     munged = (
         f"munged --force --key-file={shared}/munge.key --socket=/tmp/munge.socket --pid-file=/tmp/munged.pid "
         "--seed-file=/tmp/munged.seed --log-file=/tmp/munged.log"
@@ -85,14 +86,14 @@ def network(shared: Path) -> Iterator[Network]:
 
 
 def slurm(network: Network, command: str) -> str:
-    """Run a command of Slurm's on the first host, as a user whose home is shared."""
+    """Run a Slurm command on the first host, as a user with a shared home."""
     shared = network.shared
     environment = {"HOME": str(shared / "home"), "SLURM_CONF": str(shared / "slurm.conf"), **PATIENCE}
     return network["n0"].run(command, **environment)
 
 
 def wait_for(network: Network, command: str, text: str, timeout_s: float) -> None:
-    """Return when the command prints the text."""
+    """Wait until the command prints the text."""
     deadline = time.monotonic() + timeout_s
     printed = ""
     while text not in printed:
@@ -107,7 +108,7 @@ def log_of(shared: Path, job: str) -> str:
 
 
 def submit(network: Network, options: str, words: str) -> str:
-    """Submit the script as its header says, with other limits; return the job's number."""
+    """Submit the script as its header describes, with other limits; return the job's number."""
     shared = network.shared
     slurm(network, "test -e ~/.ray/auth_token || RAY_AUTH_MODE=token ray get-auth-token --generate")
     script = ROOT / "deploy" / "slurm" / "train.sbatch"
@@ -117,7 +118,7 @@ def submit(network: Network, options: str, words: str) -> str:
 
 
 def wait_for_log(shared: Path, job: str, text: str, timeout_s: float) -> None:
-    """Return when the job's log has the text; nothing but stops may end the campaign before."""
+    """Wait until the job's log has the text; until then only stops may end the campaign."""
     deadline = time.monotonic() + timeout_s
     while text not in (log := log_of(shared, job)):
         assert time.monotonic() < deadline, log
@@ -127,7 +128,7 @@ def wait_for_log(shared: Path, job: str, text: str, timeout_s: float) -> None:
 
 @pytest.mark.timeout(3000)
 def test_a_job_commits_ahead_of_its_time_limit_and_goes_on_until_it_is_done(network) -> None:
-    """The run that nothing befell is one of plain processes, without Slurm, Ray and hosts."""
+    """The reference is an undisturbed run in plain processes, without Slurm, Ray and hosts."""
     recipe = ROOT / "jobs" / "recipes" / "digits.yaml"
     run, twin = network.shared / "limit", network.shared / "twin"
     overrides = ["cluster.workers=2", "pretrain.passes=60", "pretrain.log_every=1", "finetune.log_every=1"]
@@ -151,7 +152,7 @@ def test_a_job_commits_ahead_of_its_time_limit_and_goes_on_until_it_is_done(netw
 
 @pytest.mark.timeout(1500)
 def test_a_run_in_a_bucket_commits_ahead_of_the_limit_goes_on_and_stays_out_of_the_queue_when_told(network) -> None:
-    """Nothing of the run lies in a folder that both hosts share; the store is a third host."""
+    """The hosts share no folder of the run; the store is on a third host."""
     shared = network.shared
     with (shared / "store.log").open("w") as log:
         network.boot("store").start("python -m moto.server -H 0.0.0.0 -p 5000", log)

@@ -1,4 +1,4 @@
-"""A sample that spikes: searched beside training on a local Ray, masked, and known to resumes and replays."""
+"""A sample that causes loss spikes is found during training on a local Ray, and masked in resumes and replays."""
 
 import os
 import signal
@@ -42,8 +42,8 @@ pretrain:
 
 
 @pytest.mark.slow
-def test_a_poisoned_sample_is_found_beside_training_and_masked_for_good(tmp_path: Path) -> None:
-    """The patterns are learned in a few epochs; the one with another label makes a spike in each epoch from then on."""
+def test_a_poisoned_sample_is_found_during_training_and_masked_permanently(tmp_path: Path) -> None:
+    """The patterns are learned in a few epochs; from then on the mislabelled one causes a spike in each epoch."""
     rng = np.random.default_rng([0, 1])
     samples = []
     for number in range(320):
@@ -55,7 +55,7 @@ def test_a_poisoned_sample_is_found_beside_training_and_masked_for_good(tmp_path
     run = tmp_path / "run"
 
     def jobs(*words: str, wait: Callable[[], bool] | None = None) -> int:
-        """Type a command, and stop it where `wait` becomes true."""
+        """Run a command, and stop it when `wait` becomes true."""
         environment = {**os.environ, "PYTHONPATH": import_path()}
         with open(tmp_path / "log", "a") as log:
             process = subprocess.Popen(
@@ -75,7 +75,7 @@ def test_a_poisoned_sample_is_found_beside_training_and_masked_for_good(tmp_path
     def newest() -> int:
         return max((step_of(path) for path in committed(stage(run) / "checkpoints")), default=0)
 
-    # 1. It is found and masked; the run is stopped, and goes on without it.
+    # 1. The sample is found and masked; the run is stopped, and resumes without it.
     assert jobs("run", "recipe.yaml", wait=lambda: bool(masked()) and newest() >= masked()[0]["step"] + 100) == 75
     text = (tmp_path / "log").read_text()
     (record,) = masked()
@@ -87,13 +87,13 @@ def test_a_poisoned_sample_is_found_beside_training_and_masked_for_good(tmp_path
     assert "), 1 sample masked; 1 workers" in (tmp_path / "log").read_text()
     newest_commit = committed(stage(run) / "checkpoints")[0]
     assert read_manifest(newest_commit).masked == [[since, 1, POISONED - 100, POISONED - 99]]
-    # It had made a spike in every epoch; without it there is none.
+    # The sample caused a spike in every epoch; without it there are none.
     spikes = [spike["step"] for spike in read_metrics(stage(run), "spike")]
     assert spikes
     assert max(spikes) <= since
     assert newest() > since + 100
 
-    # 2. Audits before, across and behind the mask's first step, and behind the resume, on one worker and on two.
+    # 2. Audit before, across and after the mask's first step, and after the resume, with one worker and with two.
     behind = (end // 50 + 1) * 50
     workers_of = {(since - 100, since - 50): 1, (since - 50, since + 50): 2, (since, since + 50): 2}
     for (first, last), workers in {**workers_of, (behind, behind + 50): 1}.items():

@@ -1,4 +1,4 @@
-"""The files of deploy/ hold what docs/ways-in.md promises; that they run is tests/test_slurm.py's business."""
+"""The files of deploy/ contain what docs/ways-in.md promises; test_slurm.py tests that they run."""
 
 import configparser
 import os
@@ -34,7 +34,7 @@ def clusters() -> list[dict[str, Any]]:
 
 
 def pods() -> list[dict[str, Any]]:
-    """Return the specs of all pods that Ray runs in."""
+    """Return the specs of all pods that run Ray."""
     specs = []
     for cluster in clusters():
         for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
@@ -89,12 +89,12 @@ def test_a_campaign_under_kueue_names_the_queue_and_the_class_that_the_manifest_
     labels = patch["metadata"]["labels"]
     assert labels["kueue.x-k8s.io/queue-name"] == made["LocalQueue"]
     assert labels["kueue.x-k8s.io/priority-class"] == made["WorkloadPriorityClass"]
-    # Kueue wants both: it takes `suspend` away, and a cluster that outlives its job would keep its places.
+    # Kueue requires both: it removes `suspend`, and a cluster that outlives its job would keep its quota.
     assert patch["spec"] == {"suspend": True}
     assert job["spec"]["shutdownAfterJobFinishes"] is True
 
 
-MISTAKES = {ExitCode.USAGE, ExitCode.DATA, ExitCode.CONFIG}  # which another start does not cure
+MISTAKES = {ExitCode.USAGE, ExitCode.DATA, ExitCode.CONFIG}  # which a restart does not fix
 
 
 def test_a_submitted_campaign_is_tried_again_after_a_commit_and_a_lost_head_and_not_after_a_mistake() -> None:
@@ -116,7 +116,7 @@ def test_a_submitted_campaign_is_tried_again_after_a_commit_and_a_lost_head_and_
 
 
 def test_the_slurm_script_tells_its_own_child_and_requeues_by_exit_code(tmp_path) -> None:
-    """The script itself, with commands that say what they were told; the driver ends with a code, or waits for TERM."""
+    """Runs the script with fake commands that print their arguments; the driver exits with a code or waits for TERM."""
     script = DEPLOY / "slurm" / "train.sbatch"
     told = tmp_path / "told"
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
@@ -129,7 +129,7 @@ def test_the_slurm_script_tells_its_own_child_and_requeues_by_exit_code(tmp_path
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     log = tmp_path / "patchline-17.log"
-    # How earlier starts ended, what the driver does, the signal that Slurm sends to the script, its exit code, and
+    # Ends of earlier starts, the driver's action, Slurm's signal to the script, the script's exit code, and
     # whether it is put back.
     table: tuple[tuple[list[int], str, int | None, int, bool], ...] = (
         ([], "0", None, 0, False),
@@ -170,7 +170,7 @@ def test_the_slurm_script_tells_its_own_child_and_requeues_by_exit_code(tmp_path
 
 
 def units() -> dict[str, configparser.ConfigParser]:
-    """Return what the units of systemd say, by their names; of a key that comes twice the last."""
+    """Return the settings of the systemd units by name; the last value if a key is repeated."""
     parsed = {}
     for path in (DEPLOY / "systemd").glob("*.service"):
         parsed[path.name] = configparser.ConfigParser(strict=False, interpolation=None)
@@ -190,14 +190,14 @@ def test_the_units_restart_what_may_go_on_and_hand_the_token_on() -> None:
         assert unit["Unit"]["StartLimitIntervalSec"] == "0"
         is_driver = "driver" in name
         assert service["Restart"] == ("on-failure" if is_driver else "always")
-        # A stop leaves the time for a commit, in which nobody is killed.
+        # A stop leaves enough time for a commit before anything is killed.
         if "head" not in name:
             assert float(service["TimeoutStopSec"]) >= STOP_GRACE_S
     driver = found["patchline-driver@.service"]["Service"]
     not_again = {int(code) for code in driver["RestartPreventExitStatus"].split()}
     assert not_again == MISTAKES | {ExitCode.INTERNAL, ExitCode.OWNED}, "what systemd repeats it repeats for ever"
     assert "SuccessExitStatus" not in driver, "75 would be taken for the end"
-    # Where Ray has ended by itself systemd runs ExecStop too, and to wait for a Ray that is gone would take a minute.
+    # If Ray exits by itself, systemd runs ExecStop too, and waiting for the missing Ray would take a minute.
     stop = found["patchline-node.service"]["Service"]["ExecStop"].removeprefix("-").replace("$$", "$")
     stop = stop.replace("/opt/patchline/.venv/bin/python", "echo")
     for environment, expected in (({}, ""), ({"MAINPID": "7"}, "/opt/patchline/deploy/leave_node.py 110\n")):
@@ -209,7 +209,7 @@ def test_the_units_restart_what_may_go_on_and_hand_the_token_on() -> None:
 def test_systemd_finds_nothing_wrong_with_the_units_and_little_exposed(tmp_path) -> None:
     for path in (DEPLOY / "systemd").glob("*.service"):
         file = tmp_path / path.name.replace("@.", "@digits.")
-        # systemd looks whether the programs are there.
+        # systemd checks whether the programs exist.
         file.write_text(path.read_text().replace("/opt/patchline/.venv/bin/", f"{Path(sys.executable).parent}/"))
         told = subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True)
         assert (told.returncode, told.stderr) == (0, ""), path.name

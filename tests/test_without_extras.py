@@ -1,7 +1,7 @@
-"""The core without its extras: each one deleted from a copy of the tree, and then all of them at once.
+"""The core without its extras: each extra is deleted from a copy of the tree, and then all at once.
 
-A copy is used by processes of their own. The editable installation, which finds every module of this checkout, is taken
-off their import path.
+Separate processes use the copies. The editable installation, which finds every module of this checkout, is removed
+from their import path.
 """
 
 import os
@@ -22,7 +22,7 @@ EXTRAS = sorted(
     if not path.name.startswith("__")
 )
 
-# sitecustomize.py of every process, those of the run's workers too.
+# sitecustomize.py of every process, including the run's workers.
 WITHOUT_THE_CHECKOUT = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
@@ -99,13 +99,13 @@ def python(tree: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree without any extra."""
+    """Return a copy of the tree without any extra."""
     return tree_without(tmp_path_factory.mktemp("core"), EXTRAS)
 
 
 @pytest.mark.quick
 def test_without_one_extra_the_commands_and_recipes_of_the_core_work(tmp_path: Path) -> None:
-    """All extras in one test: they share one process that has imported the libraries."""
+    """A single test covers all extras, so that they share one process with the imported libraries."""
     tree = tree_without(tmp_path, [])
     (tree / "small.yaml").write_text(SMALL)
     done = python(tree, "-c", WITHOUT_EACH, *EXTRAS)

@@ -129,7 +129,7 @@ def run_all(device: str, options: argparse.Namespace) -> int:
 
 
 def pack_logs(work: Path, target: Path) -> None:
-    """Pack the logs and metrics of all parts, which help to explain surprising rows."""
+    """Pack the logs and metrics of all parts, which help to explain unexpected rows."""
     with tarfile.open(target, "w:gz") as archive:
         for pattern in LOGS:
             for path in sorted(work.rglob(pattern)):

@@ -1,11 +1,11 @@
-"""Bundles the packages that a bare GPU machine lacks, to copy with the checkout: `make gpu-bundle` writes `.gpu/`.
+"""Bundles the packages that a bare GPU machine lacks, to be copied with the checkout; `make gpu-bundle` writes `.gpu/`.
 
     make gpu-bundle                                  here; a few minutes, 41 MB
     python3 -m benchmarks.gpu --bundle --out OUT     there, in the checkout
 
 The machine has Python 3.12 on x86-64 with torch, torchvision, timm, transformers, OpenCV, pyarrow and pytest. It has no
-network and perhaps no git. It lacks Ray, DeepSpeed, webdataset, omegaconf and their requirements. Versions are those of
-constraints.txt.
+network and perhaps no git. It lacks Ray, DeepSpeed, webdataset, omegaconf and their dependencies. constraints.txt
+defines the versions.
 
 1. Wheels are downloaded for the machine's Python, independent of the Python that runs this. DeepSpeed has no wheel: it
    is built from source without its operators, which needs no compiler.
@@ -101,7 +101,7 @@ def report_size(checkout: int, bundle: int, limit: int = LIMIT_BYTES) -> int:
     text = f"checkout {checkout / 2**20:.1f} MiB + .gpu {bundle / 2**20:.1f} MiB = {total / 2**20:.1f} MiB"
     print(f"{text} (limit {limit / 2**20:.0f} MiB)", flush=True)
     if total > limit:
-        print("too large to travel\n  remove more of what no campaign uses: REMOVED in benchmarks/gpu/bundle.py")
+        print("too large to be copied\n  remove more unused files: REMOVED in benchmarks/gpu/bundle.py")
         return 1
     return 0
 
@@ -200,7 +200,7 @@ def unpack(bundle: Path, target: Path) -> dict[str, str]:
     """
     archive = bundle / "site.tar.gz"
     if not archive.exists():
-        raise SystemExit(f"no {archive}\n  run make gpu-bundle where there is a network, and bring .gpu/ along")
+        raise SystemExit(f"no {archive}\n  run make gpu-bundle on a machine with network access, and copy .gpu/ here")
     stamp = target / ".unpacked"
     if not stamp.exists():
         target.mkdir(parents=True, exist_ok=True)
@@ -210,7 +210,7 @@ def unpack(bundle: Path, target: Path) -> dict[str, str]:
     try:
         (Path(site.getsitepackages()[0]) / PTH_NAME).write_text(f"{target}\n")
     except OSError as error:
-        print(f"no .pth file: {error}; PYTHONPATH has to do", file=sys.stderr)
+        print(f"no .pth file: {error}; using only PYTHONPATH", file=sys.stderr)
     python = Path(sys.executable).parent
     paths = [str(python), str(target / "bin"), os.environ.get("PATH", "")]
     modules = [str(target), os.environ.get("PYTHONPATH", "")]

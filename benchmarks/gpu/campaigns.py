@@ -1,7 +1,7 @@
 """Runs a campaign from tars, kills its worker, and compares the resumed run bit for bit with an undisturbed twin.
 
-The recipe is that of `make demo`: digits packed to tars, a ViT trained in bf16, its checkpoints and, in a complete
-campaign, all stages up to the few-shot probe. One GPU is enough: the only worker is the victim.
+The recipe is the one `make demo` uses: digits packed into tars, a ViT trained in bf16, its checkpoints and, in a
+complete campaign, all stages up to the few-shot probe. One GPU is enough: the only worker is the victim.
 """
 
 import sys
@@ -20,7 +20,7 @@ from tests.support import campaigns, demo
 def kill_and_compare(
     context: Context, backend: str, zero: int, is_whole: bool, is_compiled: bool, exact_parts: int
 ) -> None:
-    """Run a campaign, kill its worker between two checkpoints, and compare losses and checkpoint with the twin's."""
+    """Run a campaign, kill its worker between two checkpoints, and compare the result with an undisturbed twin."""
     name = f"campaign-{backend}-{zero}-{int(is_compiled)}-{exact_parts}"
     overrides = [
         "cluster.workers=1",
@@ -71,7 +71,7 @@ def pretraining_of(loaded: Campaign) -> Path:
 
 
 def promise_of(directory: Path) -> str:
-    """Return the statement about bitwise exactness in the first log line of the last attempt."""
+    """Return the statement about bitwise exactness from the first log line of the last attempt."""
     lines = [line for line in (directory / "log.txt").read_text().splitlines() if line.startswith("attempt ")]
     return lines[-1].rpartition("; ")[2]
 

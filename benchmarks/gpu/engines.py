@@ -1,4 +1,4 @@
-"""One step of our engine and of stock DeepSpeed at ZeRO 1 to 3, on all GPUs: speed, memory, host CPU, idle share.
+"""Time one step of our engine and of stock DeepSpeed at ZeRO 1 to 3, on all GPUs: speed, memory, host CPU, idle share.
 
 Engines run one after the other, from the same weights. Ours and stock DeepSpeed use different worker groups: at ZeRO 3
 stock DeepSpeed replaces torch.nn.functional.linear in its whole process, which would slow down later engines.
@@ -118,7 +118,7 @@ def time_settings(task: dict[str, Any]) -> None:
 def time_setting(
     row: Row, task: dict[str, Any], model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor
 ) -> None:
-    """Fill a row: seconds a step, CPU seconds of the host, memory, share of the peak, and on a GPU the idle share."""
+    """Fill a row: seconds per step, host CPU seconds, memory, share of the peak and, on a GPU, the idle share."""
     device = images.device
     if row["compiled"]:
         models.compile_blocks(model)
@@ -196,7 +196,7 @@ def our_engine(model: torch.nn.Module, images: int, zero: int) -> TimedEngine:
 
 
 def stock_engine(model: torch.nn.Module, images: int, zero: int) -> TimedEngine:
-    """Build DeepSpeed's engine as its documentation does, with our optimizer, clip and precision."""
+    """Build DeepSpeed's engine as in its documentation, with our optimizer, gradient clipping and precision."""
     settings = {
         "train_micro_batch_size_per_gpu": images,
         "gradient_clipping": 1.0,
@@ -218,7 +218,7 @@ def stock_engine(model: torch.nn.Module, images: int, zero: int) -> TimedEngine:
 
 
 def idle_share(step: Callable[[], None]) -> Row:
-    """Profile some steps: the share of time without a running kernel, kernels per step, and the slowest kernels."""
+    """Profile some steps; return the share of time without a running kernel, kernels per step, and slowest kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:

@@ -1,4 +1,4 @@
-"""Measures the cost of deterministic kernels: the seconds of a step with and without them (docs/exact.md)."""
+"""Measures the cost of deterministic kernels: the seconds per step with and without them (docs/exact.md)."""
 
 import statistics
 import time
@@ -14,7 +14,8 @@ from pipeline.engine.determinism import use_deterministic_kernels
 def deterministic_kernels() -> Iterator[None]:
     """Context manager that uses deterministic kernels in the block and restores the previous setting.
 
-    If CUDA starts before the first block, cuBLAS misses its environment variable: times are valid, bits are not.
+    If CUDA is initialised before the first block, cuBLAS misses its environment variable: the measured time is valid,
+    but results are not deterministic.
     """
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -34,7 +35,7 @@ def deterministic_kernels() -> Iterator[None]:
 
 
 def price_of_determinism(step: Callable[[], object], rounds: int = 5) -> tuple[float, float]:
-    """Return the median seconds of a step with torch's own choice of kernels, and with deterministic ones.
+    """Return the median seconds per step with torch's choice of kernels, and with deterministic kernels.
 
     Both are measured alternately, because a GPU's clock drifts. The first step of each is a warm-up.
     """

@@ -28,7 +28,7 @@ PINNED_BYTES = 1 << 33
 
 
 def measure(context: Context) -> None:
-    """Report versions, the import time of DeepSpeed, disk speed and, on a GPU, products, copies and pinned memory."""
+    """Report versions, DeepSpeed's import time, disk speed and, on a GPU, matrix products, copies and pinned memory."""
     report_versions(context)
 
     began = time.perf_counter()
@@ -53,7 +53,7 @@ def measure(context: Context) -> None:
 
 
 def report_versions(context: Context) -> None:
-    """Report hardware and versions, which the head of the page shows."""
+    """Report hardware and versions, which the top of the page shows."""
     import deepspeed
     import ray
 
@@ -147,7 +147,7 @@ def inspect_ray(context: Context) -> None:
 
 
 def see_devices(task: dict[str, Any]) -> dict[str, Any]:
-    """Return the devices that torch sees; runs in the worker."""
+    """Return the devices that torch sees; runs in a Ray worker."""
     is_cuda = torch.cuda.is_available()
     return {
         "gpus": torch.cuda.device_count() if is_cuda else 0,

@@ -53,7 +53,7 @@ TABLES = {
             "largest difference": ("largest_difference", ".3g"),
             "s": ("seconds", ".0f"),
         },
-        "bf16. Compared: the losses of all steps, repeated ones too, and the sha256 of the last checkpoint's files.",
+        "bf16. Compared: the losses of all steps, with repeated steps, and the sha256 of the last checkpoint's files.",
     ),
     "ray": Table(
         "Embedded Ray",
@@ -98,7 +98,7 @@ TABLES = {
             "allocated in, s": ("snapshot_s", ".2f"),
             "pinned": ("is_pinned", ""),
         },
-        "GiB: the most that torch had allocated on the GPU of rank 0; on a CPU the whole process, while the plan "
+        "GiB: the peak that torch allocated on the GPU of rank 0; on a CPU the whole process, while the plan "
         "counts tensors. Idle: the share of three profiled steps in which the GPU ran no kernel. Deterministic: "
         "the time of a step with the kernels of exact mode. Snapshot: the host memory of a save.",
     ),
@@ -139,7 +139,7 @@ TABLES = {
 
 
 def page(outcomes: Sequence[Outcome], *, device: str, date: str, command: str, commit: str) -> str:
-    """Return the page of a run, finished or not."""
+    """Return the page for a run, finished or not."""
     rows: dict[str, list[Row]] = {}
     for outcome in outcomes:
         rows.setdefault(outcome.section, []).extend(dict(row) for row in outcome.rows)
@@ -195,7 +195,7 @@ def cell(value: Any, kind: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape a text for use in a table."""
+    """Escape text for use in a Markdown table."""
     return " ".join(text.replace("|", "\\|").split())
 
 
@@ -203,7 +203,7 @@ def escaped(text: str) -> str:
 
 
 def complete(rows: dict[str, list[Row]]) -> None:
-    """Add values derived from several columns or parts: rates, ratios to our speed and to the plan."""
+    """Add values derived from several columns or parts: rates, and ratios to our speed and to the planned memory."""
     for row in [*rows.get("steps", []), *rows.get("engines", [])]:
         if "step_s" in row:
             row["images_per_s"] = row["images"] / row["step_s"]
@@ -230,7 +230,7 @@ def is_measured(row: Row, code: str, name: str) -> bool:
 
 
 def best_share(rows: dict[str, list[Row]]) -> str:
-    """Return the largest share of the peak that our engine reached with H/14."""
+    """Return the largest share of the GPU's peak that our engine reached with H/14."""
     shares = []
     for row in rows.get("engines", []):
         if row["model"] == "H/14" and row["code"] == "ours" and row.get("of_peak") is not None:
@@ -249,13 +249,13 @@ def times_timm(rows: dict[str, list[Row]]) -> str:
 
 
 def waiting(rows: dict[str, list[Row]]) -> str:
-    """Return the share of time that training H/14 from tars waits for data."""
+    """Return the share of time that training H/14 from tars spends waiting for data."""
     shares = [row["wait"] for row in rows.get("tars", []) if row["model"] == "H/14" and "wait" in row]
     return f"{max(shares):.1%}" if shares else ""
 
 
 def off_plan(rows: dict[str, list[Row]]) -> str:
-    """Return the range of the ratio of measured to planned memory."""
+    """Return the range of the ratios of measured to planned memory."""
     ratios = [row["to_planned"] for row in rows.get("engines", []) if "to_planned" in row]
     return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
 

@@ -1,4 +1,4 @@
-"""The parts of a run on a GPU, most valuable first: the function, time limit and page section of each.
+"""The parts of a GPU run, most valuable first, each with its function, time limit and page section.
 
 A part is a function in a module of this package. It receives its arguments and a `Context`, which reports rows:
 
@@ -79,7 +79,7 @@ class Context:
 
     @property
     def gpus(self) -> int:
-        """Return the number of GPUs per worker."""
+        """Return the number of GPUs for each worker."""
         return int(self.device == "cuda")
 
     def report(self, **row: Any) -> None:

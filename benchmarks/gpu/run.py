@@ -1,8 +1,8 @@
 """Runs each part in a separate process, and writes the page and results.jsonl after every change.
 
 1. Parts start in order, in parallel unless a part must run alone.
-2. A part ends by itself, at its own time limit, or with the budget of the run. Its processes are then killed.
-3. A part is not started if less than LEAST_S of the budget remain: "no time left".
+2. A part ends by itself, at its time limit, or when the run's budget is used up. Its processes are then killed.
+3. A part is not started if less than LEAST_S of the budget remains: "no time left".
 4. Every 0.2 s the runner reads the rows that parts have appended. If there are new rows, or if a part has started or
    ended, it replaces both files.
 """
@@ -84,7 +84,7 @@ class Run:
             path.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> list[Outcome]:
-        """Run all parts; at its end, for whatever reason, kill all their processes and write the page."""
+        """Run all parts; at the end, for whatever reason, kill all their processes and write the page."""
         waiting = list(zip(self.parts, self.outcomes, strict=True))
         self.write()
         try:
@@ -172,7 +172,7 @@ class Run:
             log.writelines(f"{line}\n" for line in tail)
 
     def _read_rows(self, running: RunningPart) -> bool:
-        """Read the rows of a part; return whether there are new ones. A line without a line break is incomplete."""
+        """Read a part's rows; return whether there are new ones. A line without a line break is incomplete."""
         if not running.rows.exists():
             return False
         lines = running.rows.read_text().split("\n")[:-1]

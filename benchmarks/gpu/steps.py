@@ -1,8 +1,8 @@
-"""One training step of our model, timm's and transformers', timed in turn with a product (benchmarks/train_step.py).
+"""Time a training step of our, timm's and transformers' models against a matrix product (benchmarks/train_step.py).
 
-Contenders come one after the other: five models of the size of H/14 do not fit one GPU. Each is timed in turn with a
-product of the model's own shape, so that a clock that changes between two contenders changes both of their speeds: read
-"of the product's speed", and "time / ours", which is the ratio of two of them.
+Contenders run one after the other, because five models of H/14's size do not fit on one GPU. Each alternates with a
+matrix product of the model's shape, so that a change of the GPU's clock affects both. Therefore read "of the product's
+speed", and "time / ours", which is the ratio of two of these values.
 """
 
 import gc
@@ -19,7 +19,7 @@ CONTENDERS = ["ours, compiled", "timm, compiled", "ours", "transformers", "timm"
 
 
 def time_models(context: Context, model: str) -> None:
-    """Report a row for each contender: seconds a step, and its share of the product's speed."""
+    """Report a row for each contender: seconds per step, and the step's share of the matrix product's speed."""
     torch.set_num_threads(1)
     setting = train_step.Setting(model, torch.bfloat16, context.size.models[model], context.device)
     step_flops = models.training_flops(models.config_of(model), setting.batch)
@@ -44,7 +44,7 @@ def time_models(context: Context, model: str) -> None:
 
 
 def share_of_peak(flops: float, seconds: float, device: str) -> float | None:
-    """Return the share of the GPU's peak at which a step's products ran; None for a device without a known peak."""
+    """Return the share of the GPU's peak that a step's matrix products reached; None if the peak is unknown."""
     peak = peak_flops(torch.device(device))
     if peak is None:
         return None
@@ -52,7 +52,7 @@ def share_of_peak(flops: float, seconds: float, device: str) -> float | None:
 
 
 def release_memory(device: str) -> None:
-    """Give the memory of the last contender back to the device."""
+    """Release the device memory of the last contender."""
     torch.compiler.reset()
     gc.collect()
     if device == "cuda":

@@ -1,4 +1,4 @@
-"""The tests of what only a GPU can show, one row a test as it ends."""
+"""Run the tests that need a GPU, and report one row per test as soon as the test ends."""
 
 import os
 import sys
@@ -14,14 +14,14 @@ TEST_LIMIT_S = 150  # of one test
 
 
 class Reporter:
-    """A plugin of pytest that reports every test as a row."""
+    """A pytest plugin that reports every test as a row."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.seconds: dict[str, float] = {}  # by test, its setup included
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Report a test that has run, or whose setup has skipped or failed it."""
+        """Report a test that has run, or that was skipped or failed during its setup."""
         test = report.nodeid
         self.seconds[test] = self.seconds.get(test, 0.0) + report.duration
         has_result = report.when == "call" or report.outcome != "passed"
@@ -31,7 +31,7 @@ class Reporter:
 
 
 def reason_of(report: pytest.TestReport) -> str:
-    """Return the first line of why a test was skipped or has failed."""
+    """Return the first line of the reason that a test was skipped or failed."""
     if isinstance(report.longrepr, tuple):  # path, line and reason of a skipped test
         return report.longrepr[2]
     crash = getattr(report.longrepr, "reprcrash", None)

@@ -1,4 +1,4 @@
-"""Training from tars of JPEGs: time waiting for data, stalls of saves, and planned memory.
+"""Train from tars of JPEGs: measure the time waiting for data, the stalls from saves, and the planned memory.
 
 The images are as large as ImageNet's: 500 × 375 pixels, about 110 kB.
 """
@@ -60,7 +60,7 @@ def pack_images(context: Context) -> None:
 
 
 def draw_jpeg(number: int) -> bytes:
-    """Return a JPEG of soft colours with noise, which compresses about as well as a photograph."""
+    """Return a JPEG with soft colours and noise, which compresses about as well as a photograph."""
     cv2.setNumThreads(1)
     generator = np.random.default_rng(number)
     colours = generator.integers(0, 256, (24, 32, 3), dtype=np.uint8)
@@ -70,7 +70,7 @@ def draw_jpeg(number: int) -> bytes:
 
 
 def train(context: Context, model: str) -> None:
-    """Pretrain from the tars, and report speed, waits for data and stalls of saves."""
+    """Pretrain from the tars, and report speed, waits for data and stalls from saves."""
     batch, steps = context.size.tars[model]
     cores = os.cpu_count() or 1
     run = context.work / f"tars-{model.replace('/', '')}"
@@ -97,7 +97,7 @@ def train(context: Context, model: str) -> None:
 
 
 def summary_of(stage: Path) -> dict[str, object]:
-    """Return means over a stage's reports except the first, weighted by time, and the stalls of its saves."""
+    """Return time-weighted means over a stage's reports, except for the first one, and the stalls from saves."""
     reports = read_metrics(stage)[WARM_UP_REPORTS:]
     saves = read_metrics(stage, "checkpoint")
     seconds = sum(report["seconds"] for report in reports)

@@ -40,7 +40,7 @@ def torchcodec() -> Decode:
 
 
 class DeviceDecoder:
-    """Decoder of the encoded rows of a micro-batch on the model's device; raises DataError without TorchCodec.
+    """Decodes the encoded rows of a micro-batch on the model's device; raises DataError without TorchCodec.
 
     With `reduced`, it averages pixels if a CPU process would have decoded the image at a reduced scale.
     """
@@ -80,7 +80,7 @@ class DeviceDecoder:
         return on_device, rejected
 
     def decoded(self, sources: list[Tensor]) -> Sequence[Tensor | None]:
-        """Decode images to (3, H, W), with None for each rejected one; raises OutOfMemoryError."""
+        """Decode images to (3, H, W), with None for each rejected image; raises OutOfMemoryError."""
         try:
             return self.decode(sources, device=self.device)
         except torch.OutOfMemoryError:

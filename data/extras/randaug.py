@@ -1,6 +1,6 @@
 """RandAugment as in big_vision (SPEC 2.6; its pp/archive/autoaugment.py), with Pillow's operations.
 
-There are sixteen operations, without identity. Each layer applies one of them, always, and all at the same magnitude.
+There are sixteen operations, without identity. Each layer always applies one of them; all use the same magnitude.
 The original reimplements Pillow's operations in TensorFlow; it truncates smoothed and grey values, which Pillow rounds.
 Magnitude 0 is not a no-op: it posterises to one bit, solarises everything and removes nine tenths of the colour.
 
@@ -37,7 +37,7 @@ OPERATIONS = (  # in the original's order, on which the random choice depends
 
 
 def randaug(image: np.ndarray, layers: int, magnitude: float, draws: Draws) -> np.ndarray:
-    """Return (H, W, 3) uint8 after `layers` random operations at `magnitude` (10 is the customary full strength)."""
+    """Apply `layers` random operations at `magnitude` (10 is the usual full strength); return (H, W, 3) uint8."""
     # One random number selects the operation; its own numbers follow. The order of draws determines the result.
     picture = Image.fromarray(image)
     for _ in range(layers):

@@ -16,7 +16,7 @@ LONGEST_S = 5.0  # do not read another shard after this time
 
 
 class Reach(TypedDict):
-    """Result of the read test, in a form that can be written as JSON."""
+    """Result of the read test, JSON-serialisable."""
 
     bytes: int
     seconds: float

@@ -8,7 +8,7 @@ from data.index.index import Index
 
 
 def shared_samples(index: Index, other: Index) -> tuple[int, int]:
-    """Count samples of `index` also in `other`, matched by tar and position, and by content.
+    """Return how many samples of `index` are also in `other`, matched by tar and position, and by content.
 
     Subsets share positions with their parent set and with each other. Two packings of the same images match only by
     content, as do copies in different sets.

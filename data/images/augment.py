@@ -10,7 +10,7 @@ How an image becomes a row of the batch:
 5. Apply RandAugment, if enabled.
 
     A JPEG of height 300 and width 400, with Draws(8) and image_size 64:
-        the box has y 60, x 88, height 212, width 235, and will be flipped
+        the box has y 60, x 88, height 212, width 235, and the image will be flipped
         it is decoded at 1/2 scale, to 106 × 118 pixels; at 1/4, its 53 rows would be fewer than 64
         the pixels are resized to 64 × 64, and mirrored
 """
@@ -84,7 +84,7 @@ class Encoded:
 
 
 def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> Box:
-    """Draw a box like tf.image.sample_distorted_bounding_box: its height is uniform, not its area.
+    """Draw a box like tf.image.sample_distorted_bounding_box, with uniformly distributed height, not area.
 
     As in the original, the last offset is never drawn, and after 100 attempts the box is the whole image.
     """
@@ -155,7 +155,7 @@ def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out:
 
 
 def fit(image: np.ndarray, flip: bool, out: np.ndarray) -> None:
-    """Resize `image` (h, w, 3) to the size of `out` and write it to `out`, mirrored if `flip`."""
+    """Resize `image` (h, w, 3) to the size of `out` and write it to `out`; mirror it if `flip` is True."""
     # Let OpenCV write directly into the row of the batch if possible, which saves a copy.
     height, width = out.shape[:2]
     if image.shape[:2] == (height, width):

@@ -7,8 +7,8 @@
    compiler, OpenCV decodes the whole image at the same scale and the box is cropped: equal pixels, but slower.
    docs/design/decoding.md has the measurements.
 
-Orientation tags are ignored, as in TensorFlow's decoders; 16-bit images lose their low byte, alpha is dropped, grey
-becomes three equal channels, and CMYK is converted.
+Orientation tags are ignored, as in TensorFlow's decoders. 16-bit images are reduced to their high byte, alpha is
+dropped, grey is copied to three channels, and CMYK is converted to RGB.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def decode(data: bytes) -> np.ndarray:
 
 
 def decode_whole(data: bytes, header: Header) -> np.ndarray:
-    """Decode a whole image whose header is already checked; as `decode` otherwise."""
+    """Decode a whole image whose header is already checked; otherwise the same as `decode`."""
     if header.unsupported:
         raise BadImage(header.unsupported)
     if header.channels == 4:
@@ -221,10 +221,10 @@ def decode_whole(data: bytes, header: Header) -> np.ndarray:
 
 
 def decode_cmyk(data: bytes, header: Header) -> np.ndarray:
-    """Decode a JPEG of four channels to RGB, as TensorFlow's decode_jpeg does; raises BadImage.
+    """Decode a four-channel JPEG to RGB, as TensorFlow's decode_jpeg does; raises BadImage.
 
-    With an Adobe marker the stored values are inverted: r = k · c / 255. Without one r = (255 - k)(255 - c) / 255
-    (tensorflow/core/lib/jpeg/jpeg_mem.cc).
+    With an Adobe marker, the stored values are inverted: r = k · c / 255. Without a marker,
+    r = (255 - k)(255 - c) / 255 (tensorflow/core/lib/jpeg/jpeg_mem.cc).
     """
     from PIL import Image  # rarely needed, and 50 ms to import
 
@@ -241,10 +241,10 @@ def decode_cmyk(data: bytes, header: Header) -> np.ndarray:
 
 
 def without_metadata(png: bytes) -> bytes:
-    """Return a PNG without the chunks of an animation (APNG), so that its still image is decoded, and without texts.
+    """Return a PNG without its animation (APNG) and text chunks, so that its still image is decoded.
 
-    OpenCV would decode the first frame of the animation, and return uninitialized memory if that frame is damaged. It
-    refuses a file with a text of more than 8 MB, which libpng steps over.
+    OpenCV would decode the first frame of the animation, and return uninitialised memory if that frame is damaged. It
+    rejects a file with a text chunk larger than 8 MB, which libpng skips.
     """
     kept = [png[:8]]
     at = 8
@@ -258,7 +258,7 @@ def without_metadata(png: bytes) -> bytes:
 
 
 def opencv_decode(data: bytes, flags: int) -> np.ndarray:
-    """Decode an image by OpenCV with these flags; raises BadImage."""
+    """Decode an image with OpenCV and these flags; raises BadImage."""
     is_png = data.startswith(PNG_START)
     if is_png and (ANIMATION in data or len(data) > LARGEST_TEXT):
         data = without_metadata(data)
@@ -275,10 +275,10 @@ def opencv_decode(data: bytes, flags: int) -> np.ndarray:
 
 
 def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndarray:
-    """Return the pixels inside `box`; JPEGs at 1/2, 1/4 or 1/8 scale if `covering` pixels per side remain.
+    """Return the pixels inside `box`; a JPEG at 1/2, 1/4 or 1/8 scale if at least `covering` pixels per side remain.
 
-    Only the box is decoded; at a reduced scale, its edges move by at most half a reduced pixel. `covering` 0 keeps full
-    scale. Raises BadImage.
+    Only the box is decoded; at a reduced scale, its edges move by at most half a reduced pixel. With `covering` 0, the
+    scale is not reduced. Raises BadImage.
     """
     y, x, h, w = box
     # The binding supports JPEGs of one or three channels; other images are decoded completely and cropped.
@@ -320,7 +320,7 @@ def reduced_box(box: Box, header: Header, denominator: int) -> Box:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the binding, compiled if needed; None without a compiler or Pillow's wheel, which is logged."""
+    """Return the binding, compiled if needed; log and return None without a compiler or Pillow's wheel."""
     if os.environ.get("PATCHLINE_JPEG") == "opencv":
         return None
     try:
@@ -341,7 +341,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def compile_binding() -> Path:
-    """Return the path of the binding; compile it if the cache folder lacks it. Its name covers all build inputs.
+    """Return the path of the binding, compiled if the cache folder lacks it; its name depends on all build inputs.
 
     Raises OSError and subprocess.SubprocessError if compiling fails, PackageNotFoundError without Pillow.
     """
@@ -405,9 +405,9 @@ def require_binding() -> ctypes.CDLL:
 
 
 def add_restarts(data: bytes) -> bytes | None:
-    """Add restart markers inside the rows of blocks of a JPEG, with equal pixels; return None if libjpeg warns.
+    """Add restart markers inside a JPEG's rows of blocks without changing the pixels; return None if libjpeg warns.
 
-    A crop then need not even read the data outside it. Progressive files become sequential, and metadata is removed.
+    A decoder can then skip the data outside a crop. Progressive files become sequential, and metadata is removed.
     Raises OSError without the binding.
     """
     binding = require_binding()

@@ -1,4 +1,4 @@
-"""Exact reference preprocessing for evaluation and few-shot: `decode|resize_small(256)|central_crop(224)`.
+"""Exact reference preprocessing for evaluation and few-shot protocols: `decode|resize_small(256)|central_crop(224)`.
 
 1. `parse_ops` converts an op string in big_vision's syntax to functions and arguments.
 2. `preprocess` applies them to an image one after the other.
@@ -66,7 +66,7 @@ def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
         if name not in OPS:
             raise ValueError(
                 f"preprocessing op {name!r} in {ops!r} is unknown; expected one of {', '.join(OPS)}\n"
-                "  join ops by |, for example resize_small(256)|central_crop(224)"
+                "  join ops with |, for example resize_small(256)|central_crop(224)"
             )
         values: tuple[object, ...] = ()
         if arguments:
@@ -81,9 +81,9 @@ def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
 
 
 def corrections(ops: str) -> dict[str, int]:
-    """Return {op: number of corrections} for these ops, to be part of the keys of stages and protocols.
+    """Return {op: number of corrections to its code} for these ops, for the keys of stages and protocols.
 
-    Without the number, results from before and after a correction would have the same key.
+    Without this number, results from before and after a correction would have the same key.
     """
     corrected = {}
     for op, arguments in parse_ops(ops):
@@ -154,17 +154,17 @@ def resize(image: np.ndarray, size: int | tuple[int, int], antialias: bool = Fal
 
 
 def resize_float(image: np.ndarray, size: int) -> np.ndarray:
-    """Resize to a square like vit_jax's evaluation: bilinear, float32 in 0 … 255."""
+    """Resize to a square as in vit_jax's evaluation: bilinear, float32 in 0 … 255."""
     return bilinear(image, size, size)
 
 
 def resize_tf1(image: np.ndarray, size: int) -> np.ndarray:
-    """Resize like VTAB's task_adaptation: as `resize_float`, but sampled at whole pixels, as in TensorFlow 1."""
+    """Resize like VTAB's task_adaptation: like `resize_float`, but sampled at whole pixels, as in TensorFlow 1."""
     return bilinear(image, size, size, centre=0.0)
 
 
 def resize_small(image: np.ndarray, size: int) -> np.ndarray:
-    """Resize the shorter side to `size` by area averages, and truncate to uint8.
+    """Resize the shorter side to `size` by area averaging, and truncate to uint8.
 
     Raises BadImage if the image is so narrow that the longer side would become too long.
     """
@@ -185,7 +185,7 @@ def resize_small(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def central_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
-    """Crop the central h×w pixels; an odd pixel remains at bottom and right. Raises ValueError for smaller images."""
+    """Crop the central h×w pixels, rounding offsets down. Raises ValueError for smaller images."""
     h, w = both_sides(size)
     H, W = image.shape[:2]
     if h > H or w > W:
@@ -196,7 +196,7 @@ def central_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
 
 
 def resize_pillow(image: np.ndarray, size: int | tuple[int, int], filter: str) -> np.ndarray:
-    """Resize with a filter of Pillow, like torchvision: the shorter side to a number, or both sides to (h, w).
+    """Resize with a Pillow filter, as torchvision does: the shorter side to a number, or both sides to (h, w).
 
     Raises ValueError for an unknown filter, and BadImage if the longer side would become too long.
     """
@@ -217,7 +217,7 @@ def resize_pillow(image: np.ndarray, size: int | tuple[int, int], filter: str) -
 
 
 def center_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
-    """Crop the central h×w pixels, like torchvision: half a pixel is rounded to an even offset.
+    """Crop the central h×w pixels, as torchvision does: an offset with half a pixel is rounded to even.
 
     Raises ValueError for smaller images.
     """

@@ -1,4 +1,4 @@
-"""Read and write the JSON of an index, with its seal and digest checked.
+"""Read and write the JSON of an index; its seal and digest are checked.
 
     train.index.json         {"schema": 1, "directory": ".", "digest": "9f3c…", "class_counts": [600, 650],
                               "names": ["cat", "dog"], "origin": null,
@@ -8,7 +8,7 @@
 loaded completely. For a large set:
 1. the first process of a node checks the JSON and writes its contents as columns (`data.index.shard`) to the node's
    state folder, named by the sha256 of the JSON;
-2. every process maps the columns instead of parsing the JSON; a truncated or altered file is written again;
+2. every process maps the columns instead of parsing the JSON; a truncated or altered file of columns is recreated;
 3. the process that writes columns deletes those not opened for a month.
 The JSON remains authoritative: the columns can be deleted at any time.
 """
@@ -45,9 +45,9 @@ HELD_PER_BYTE = 3.6  # bytes of Python objects per byte of JSON: 139 MiB for 38 
 
 
 def load_index(path: str | os.PathLike[str]) -> Index:
-    """Load an index from its JSON, or from a folder with exactly one; raises DataError."""
+    """Load an index from its JSON file, or from a folder with exactly one index; raises DataError."""
     if "://" in str(path):
-        raise DataError(f"{path}: an index must be local; create one by `python -m jobs index URL --output FOLDER`")
+        raise DataError(f"{path}: an index must be local; create one with `python -m jobs index URL --output FOLDER`")
     path = Path(path)
     if path.is_dir():
         path = json_in(path)
@@ -85,7 +85,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
 
 
 def json_in(folder: Path) -> Path:
-    """Return the path of the only index in a folder; otherwise raise DataError that describes the folder's contents."""
+    """Return the path of a folder's only index; otherwise raise DataError describing the folder's contents."""
     paths = sorted(folder.glob(f"*{SUFFIX}"))
     if len(paths) == 1:
         return paths[0]
@@ -126,7 +126,7 @@ def json_in(folder: Path) -> Path:
 
 
 def image_folders(folder: Path) -> int:
-    """Count the sub-folders that contain images, judging by the first files of each."""
+    """Count the sub-folders that contain images, judging by the first files in each."""
     folders = 0
     for name in class_folders_in(folder) if folder.is_dir() else ():
         # Listing a folder of a million images would take too long for an error message.
@@ -188,7 +188,7 @@ def write_index(
     refused: Refusals | None = None,
     origin: Origin | None = None,
 ) -> Index:
-    """Write an index's JSON for shards in `directory`, whose tables exist already; return the loaded index."""
+    """Write the index JSON for shards in `directory`, whose tables already exist; return the loaded index."""
     # Store the directory relative to the index, so that both can be moved or mounted elsewhere together.
     refused = refused or Refusals()
     place = str(directory)

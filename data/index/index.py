@@ -5,7 +5,7 @@
 
 Integrity is checked at three levels:
 1. each table row has a digest of its sample's bytes, which is checked on every read (`data.shards.reader`);
-2. each shard in the JSON has the sha256 of its tar, and that of its table, which is checked when the table is opened;
+2. each shard in the JSON has the sha256 of its tar, and the sha256 of its table, which is checked on opening the table;
 3. the seal is the sha256 of everything else in the JSON.
 The set's digest covers only its samples and class names: see `digest_of`.
 
@@ -61,7 +61,7 @@ class Refusals:
     first: dict[str, str] = field(default_factory=dict)
 
     def add(self, reason: str, name: str | bytes, count: int = 1) -> None:
-        """Count a skipped member or sample; store its name if it is the first with this reason."""
+        """Count a skipped member or sample; store its name if it is the first one with this reason."""
         if isinstance(name, bytes):
             name = name.decode("utf-8", "replace")
         # Each shard may have different types; limit the set as a whole to as many lines as one shard.
@@ -72,11 +72,11 @@ class Refusals:
         self.first.setdefault(reason, name[:MOST_NAME])
 
     def add_type(self, extension: str, name: str | bytes) -> None:
-        """Count a member whose extension is not read."""
+        """Count a member with an unsupported extension."""
         self.add(f"{MEMBER_TYPE}{extension[:MOST_EXTENSION]}", name)
 
     def add_all(self, other: Refusals, shard: str) -> None:
-        """Add the counts of a shard."""
+        """Add the counts from a shard."""
         for reason, count in other.counts.items():
             first = other.first.get(reason, "")
             self.add(reason, f"{first} of {shard}" if first else shard, count)
@@ -129,12 +129,12 @@ class Index:
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """{shard name: shard number}."""
+        """The number of each shard, by name."""
         return {shard.name: number for number, shard in enumerate(self.shards)}
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """{class name: class id}, for names that labels may contain."""
+        """The class id of each name that labels may contain."""
         return ids_of(self.names)
 
     def class_name(self, label: int) -> str:
@@ -143,7 +143,7 @@ class Index:
 
     @property
     def command(self) -> str:
-        """The command that creates this index again."""
+        """The command that recreates this index."""
         if self.origin is not None:
             parent = os.path.normpath(self.tables / self.origin.index)
             # A list of samples is given by its path.
@@ -183,7 +183,7 @@ class Index:
         return np.append(0, np.cumsum(self.shard_samples))
 
     def rows(self, shard: int) -> slice:
-        """Return the range of a shard's samples within the set."""
+        """Return the row numbers of a shard's samples within the set."""
         return slice(self.starts[shard], self.starts[shard + 1])
 
     @property
@@ -215,7 +215,7 @@ class Index:
         return replace(self, shards=(self.shards[shard],), class_counts=())
 
     def keys(self, shard: int) -> np.ndarray:
-        """Return the keys of a shard's samples as text; undecodable bytes are replaced."""
+        """Return the keys of a shard's samples as strings; undecodable bytes are replaced."""
         return np.char.decode(self.table(shard)["key"], "utf-8", "replace")
 
     def table(self, shard: int) -> np.ndarray:
@@ -243,14 +243,14 @@ class Index:
         except Exception as error:  # numpy raises many kinds for invalid tables: ValueError, EOFError, TokenError
             problem = f"not a valid table of {entry.name}: {error}"
         if problem:
-            raise DataError(f"{path}: {problem}\n  expected the original table of this index\n  type: {self.command}")
+            raise DataError(f"{path}: {problem}\n  expected the original table of this index\n  run {self.command}")
         return table
 
 
 def digest_of(
     shards: Iterable[Shard], class_counts: Iterable[int], names: Names = (), origin: Origin | None = None
 ) -> str:
-    """Return the sha256 that identifies a set: of its shards' names, samples, sizes and digests, and its class counts.
+    """Return the digest of a set: the sha256 of its shards' names, samples, sizes and digests, and its class counts.
 
     Tables are not included, because they follow from the shards. A set indexed again by a newer version therefore keeps
     its digest, its order, its ledger, and the keys of finished stages. Class names and the rows of a subset are
@@ -277,7 +277,7 @@ def digest_of(
 
 
 class JoinedShards(Sequence[Shard]):
-    """The shards of several sets, one set after the other, named by their full location; created on access."""
+    """The shards of several sets, one set after the other, each named by its full location and created on access."""
 
     def __init__(self, sets: Sequence[Index]):
         self.sets = sets
@@ -330,7 +330,7 @@ def join(sets: Sequence[Index], weights: Sequence[float]) -> Index:
 
 
 def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
-    """Return the sets with the named shards emptied; the others keep their numbers.
+    """Return the sets with the named shards emptied; all other shards keep their numbers.
 
     A name may include parent folders, as needed to be unique. If several sets, such as subsets of one set, contain a
     shard, it is emptied in each of them. Raises DataError unless each name matches exactly one shard.
@@ -344,7 +344,7 @@ def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
         if len(named) != 1:
             which = ", ".join(list(named)[:3]) or f"a name such as {sets[0].location(0)}"
             raise DataError(
-                f"data.drop: {len(named)} shards match {name}, expected one: {which}; give more of its path"
+                f"data.drop: {len(named)} shards match {name}, expected one: {which}; use a longer part of its path"
             )
         (numbers,) = named.values()
         for set_number, shard_number in numbers:

@@ -1,7 +1,7 @@
 """Class names, and the labels of samples: every class id must mean the same class in all sets used together.
 
-1. The names of a source are numbered when it is packed or indexed (`data.sources.numbering`).
-2. The index stores the names; `agreed_names` compares those of several sets, or of a set and of weights.
+1. The class names of a source are numbered when it is packed or indexed (`data.sources.numbering`).
+2. The index stores the names; `agreed_names` compares the names of several sets, or of a set and a model's weights.
 3. A label contains class ids, or a name if the set has names (`parse_labels`).
 
     b"7", b"3 17", b"[3, 17]", b'{"label": 3}'     labels with class ids
@@ -36,7 +36,7 @@ MAX_CLASSES = 1_000_000  # larger ids count as mistakes (JFT-300M has 18,291 cla
 
 
 def ids_of(names: Iterable[str]) -> dict[str, int]:
-    """Return {name: id}, without names of several classes and without numbers, which labels use as ids."""
+    """Return {name: id}, without names shared by several classes and without numbers, which labels use as ids."""
     ids: dict[str, int] = {}
     repeated = set()
     for label, name in enumerate(names):
@@ -50,7 +50,7 @@ def ids_of(names: Iterable[str]) -> dict[str, int]:
 
 
 def gap_in_ids(used: int, classes: int) -> str:
-    """Return a note if fewer than half of the ids below the largest occur in labels; "" otherwise."""
+    """Return a note if fewer than half of the class ids below the largest occur in labels; "" otherwise."""
     if used == 0 or classes <= 2 * used:
         return ""
     return (
@@ -60,12 +60,12 @@ def gap_in_ids(used: int, classes: int) -> str:
 
 
 def are_captions(texts: int, samples: int) -> bool:
-    """Return whether labels that are so many different texts are captions: they rarely repeat, unlike class names."""
+    """Return whether labels with this many distinct texts are captions, which rarely repeat, unlike class names."""
     return texts > max(FEW_NAMES, samples // 2)
 
 
 def are_pairs(class_counts: Sequence[int], labelled: int) -> bool:
-    """Return whether every labelled sample has both classes, 0 and 1, and there is no other class.
+    """Return whether every labelled sample has both class 0 and class 1, and there are no other classes.
 
     Such labels are one-hot vectors of two elements: `1 0` and `0 1`, which as ids would mean the same.
     """
@@ -97,9 +97,9 @@ def agreed_names(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Name
             raise DataError(
                 f"{stage}: {place} and {other_place} number their classes differently: {problem}\n"
                 "  expected one name for each class id\n"
-                "  pack or index one of them again, numbered as the other: --classes-of INDEX (in recipes classes_of)\n"
-                "  or --names FILE (in a recipe names), such as the classes.json of weights; if weights use other\n"
-                "  words for the same classes, import them again with the set's: --names SET.index.json"
+                "  pack or index one of them again with the other's numbering: --classes-of INDEX (in a recipe\n"
+                "  classes_of) or --names FILE (names), such as the classes.json of weights; if weights name\n"
+                "  the same classes differently, import them again with the set's names: --names SET.index.json"
             )
         if len(names) > len(longest):
             longest = names
@@ -121,7 +121,7 @@ def preview(names: Sequence[str]) -> str:
 class NoLabel(ValueError):
     """A label without class ids. `texts` are its possible class names; `reason` groups such labels in reports.
 
-    `are_names` means that the label consists only of these texts: with a class list of these names it would be valid.
+    `are_names` means that the label consists only of these texts: a class list with these names would make it valid.
     """
 
     def __init__(self, message: str, texts: Sequence[str] = (), are_names: bool = False, reason: str = NO_LABEL):
@@ -190,7 +190,7 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
 
 
 def as_integer(value: object) -> object:
-    """Return 3 for 3.0, and the text 3 for the text 3.0; any other value unchanged."""
+    """Convert 3.0 to 3, and "3.0" to "3"; return any other value unchanged."""
     if isinstance(value, float) and value.is_integer() and value >= 0:
         return int(value)
     if isinstance(value, str) and INTEGRAL.fullmatch(value):

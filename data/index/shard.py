@@ -57,7 +57,7 @@ PIECE = 1 << 20  # bytes hashed at a time
 
 @dataclass(frozen=True)
 class Shard:
-    """A tar as indexed; `name` is its path or URL, relative to the index's directory."""
+    """A tar in an index; `name` is its path or URL, relative to the index's directory."""
 
     name: str
     samples: int
@@ -75,7 +75,7 @@ def is_image(path: Path) -> bool:
 
 
 class SampleRow(NamedTuple):
-    """Position of a sample in its tar: offsets and sizes in bytes; 0 and 0 for a missing member."""
+    """Position of a sample in its tar: offsets and sizes in bytes, both 0 for a missing member."""
 
     key: bytes
     image: int
@@ -93,22 +93,22 @@ class SampleRow(NamedTuple):
 
 
 def sample_digest(image: memoryview | bytes, label: memoryview | bytes) -> int:
-    """Return the 64-bit digest of a sample, of its encoded image and label file; every read is compared with it.
+    """Return the 64-bit digest of a sample's encoded image and label file; every read is verified against it.
 
-    xxh3 was the cheapest hash measured (benchmarks/README.md). It detects decay and overwriting; deliberate changes are
-    detected by the shard's sha256.
+    xxh3 was the fastest hash measured (benchmarks/README.md). It detects bit rot and overwriting; the shard's sha256
+    detects deliberate changes.
     """
     # The label's digest is the seed, so that moving bytes between the members changes the result.
     return xxh3_64_intdigest(image, seed=label_digest(label))
 
 
 def label_digest(label: memoryview | bytes) -> int:
-    """Return the 64-bit digest of a label, for labels read without their images."""
+    """Return the 64-bit digest of a label, to verify labels that are read without their images."""
     return xxh3_64_intdigest(label)
 
 
 def table_path(folder: Path, shard: str) -> Path:
-    """Return the path of a shard's table; sub-folders become part of its name, so tables do not collide."""
+    """Return the path of a shard's table; sub-folders become part of the file name, so that tables do not collide."""
     flat = shard.removesuffix(".tar").replace("://", "/").strip("/").replace("/", "--")
     return folder / f"{flat}.npy"
 
@@ -125,7 +125,7 @@ def write_table(folder: Path, table: np.ndarray, name: str, size: int, digest: s
 
 
 class MappedShards(Sequence[Shard]):
-    """The shards of a file of columns; shards in `excluded` have no samples and no bytes."""
+    """The shards in a memory-mapped file of columns; shards in `excluded` have no samples and no bytes."""
 
     def __init__(
         self,
@@ -177,12 +177,12 @@ class MappedShards(Sequence[Shard]):
 
 
 def reopened(path: Path, digest: bytes, excluded: frozenset[int]) -> MappedShards:
-    """Map the shards that another process has mapped; raises DataError if the file is missing or has changed."""
+    """Map the same file of shards as another process; raises DataError if the file is missing or has changed."""
     shards = open_columns(path)
     if shards is None or shards.digest != digest:
         raise DataError(
             f"{path}: missing, or changed since the worker read it\n"
-            "  expected the unchanged column file of an index\n  run the same command again, which writes it again"
+            "  expected the unchanged column file of an index\n  run the same command again, which recreates it"
         )
     return MappedShards(path, shards.memory, shards.columns, excluded)
 
@@ -200,7 +200,7 @@ def write_columns(path: Path, content: Mapping[str, Any], shards: Sequence[Shard
 
 
 def open_columns(path: Path) -> MappedShards | None:
-    """Map a file of columns; return None if it is missing or does not end with its own sha256."""
+    """Map a file of columns; return None if the file is missing or does not end with its sha256."""
     if not path.exists():
         return None
     with open(path, "rb") as file:

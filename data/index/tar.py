@@ -72,7 +72,7 @@ ABSENT = (0, 0)  # offset and size of a missing member
 
 @dataclass
 class Walk:
-    """The result of one pass over a tar."""
+    """The samples, skipped members and problems found in one pass over a tar."""
 
     rows: list[SampleRow] = field(default_factory=list)
     refused: Refusals = field(default_factory=Refusals)  # skipped members, by reason
@@ -96,7 +96,7 @@ class Walk:
     def table(self, tar: memoryview) -> np.ndarray:
         """Return the rows as a structured array with `data.index.shard.FIELDS` and `key`.
 
-        `tar` must be the same tar, because the digests are computed from its bytes.
+        `tar` must be the tar that was walked, because the digests are computed from its bytes.
         """
         longest_key = max((len(row.key) for row in self.rows), default=0)
         # numpy has no strings of width 0, so a table without rows gets keys of width 1.
@@ -203,7 +203,7 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
 
 
 def count_repeated(result: Walk) -> None:
-    """Count samples with the key of an earlier one, which `tar -r` of a changed file creates."""
+    """Count samples that have the key of an earlier sample; `tar -r` creates them if it appends a changed file."""
     keys = {row.key for row in result.rows}
     if len(keys) < len(result.rows):
         for key, count in Counter(row.key for row in result.rows).items():
@@ -212,7 +212,7 @@ def count_repeated(result: Walk) -> None:
 
 
 def first_part(extensions: Iterable[str], parts: Mapping[str, Part], absent: Part) -> Part:
-    """Return the part of the first extension that exists; `absent` if none does."""
+    """Return the part for the first extension in `parts`; `absent` if none of the extensions is there."""
     for extension in extensions:
         if extension in parts:
             return parts[extension]
@@ -220,7 +220,7 @@ def first_part(extensions: Iterable[str], parts: Mapping[str, Part], absent: Par
 
 
 def normal_name(name: bytes) -> bytes | None:
-    """Return a member's name in the form that becomes a key: `./a//b.jpg` and `/a/b.jpg` → `a/b.jpg`.
+    """Normalise a member's name before it becomes a key: `./a//b.jpg` and `/a/b.jpg` → `a/b.jpg`.
 
     A file thus gets the same key, regardless of the program that wrote the tar. Returns None for a name with `..`.
     """
@@ -231,7 +231,7 @@ def normal_name(name: bytes) -> bytes | None:
 
 
 def split_name(member: bytes) -> tuple[bytes, str]:
-    """Split a member name like webdataset: `a/b.seg.PNG` → (`a/b`, `seg.png`)."""
+    """Split a member name as webdataset does: `a/b.seg.PNG` → (`a/b`, `seg.png`)."""
     folder, slash, base = member.rpartition(b"/")
     stem, _, extension = base.partition(b".")
     # Decoding takes time; most extensions are known.
@@ -239,7 +239,7 @@ def split_name(member: bytes) -> tuple[bytes, str]:
 
 
 def refuse_dotted(dotted: Iterable[tuple[str, bytes | str]], parts: Mapping[str, object], refused: Refusals) -> None:
-    """Count a sample's members (extension, name) with a dotted extension that ends like an image or label.
+    """Count a sample's members (extension, name) whose extension has a dot and ends like that of an image or label.
 
     If the sample has an image (among its `parts`), a.seg.png is an additional member; otherwise the dot was probably
     meant to be part of the key.
@@ -253,7 +253,7 @@ def refuse_dotted(dotted: Iterable[tuple[str, bytes | str]], parts: Mapping[str,
 
 
 def is_dotted(extension: str) -> bool:
-    """Return whether an extension consists of several parts, of which the last is that of an image or label."""
+    """Return whether an extension consists of several parts, the last of which is an image or label extension."""
     return "." in extension and extension.rpartition(".")[2] in IMAGES + LABELS
 
 
@@ -337,7 +337,7 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
 
 
 def has_checksum(header: bytes) -> bool:
-    """Return whether a header has its own checksum; raises ValueError if that is not a number."""
+    """Return whether a header contains its correct checksum; raises ValueError if the checksum is not a number."""
     # The checksum counts its own 8 bytes as spaces.
     return sum(header) - sum(header[148:156]) + 8 * ord(" ") == read_number(header[148:156])
 
@@ -367,7 +367,7 @@ def check_uncompressed(tar: memoryview | bytes, name: str) -> None:
 
 
 def after_sparse_map(tar: memoryview | bytes, header: bytes, start: int) -> int:
-    """Return where the content of a GNU sparse member starts: after the blocks that continue its map of holes.
+    """Return the offset of a GNU sparse member's content, which follows the blocks that continue its map of holes.
 
     The header has room for four holes; a flag indicates whether a block with 21 more follows, and so on (GNU tar
     manual, "Storing Sparse Files").
@@ -380,7 +380,7 @@ def after_sparse_map(tar: memoryview | bytes, header: bytes, start: int) -> int:
 
 
 def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
-    """Raise DataError if data follows a tar's end, or more zeros than its writer would have appended."""
+    """Raise DataError if a tar's end is followed by data, or by more zeros than its writer would have appended."""
     # Readers stop at the first block of zeros and would silently ignore everything after it.
     for start in range(position, len(tar), BLOCK):
         if bytes(tar[start : start + BLOCK]).strip(b"\0"):
@@ -474,9 +474,9 @@ def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
                 below.append(f"{path.name}/{tar.name}")
     if compressed:
         raise DataError(
-            f"{folder}: {preview(compressed)} would be ignored: compressed tars\n"
-            "  expected uncompressed tars, in which samples can be read at any offset: uncompress them (gzip -d, "
-            f"zstd -d), or name those you mean: {folder}/*.tar"
+            f"{folder}: {preview(compressed)} are compressed tars and would be ignored\n"
+            "  expected uncompressed tars, in which samples can be read at any offset: decompress them (gzip -d, "
+            f"zstd -d), or name the tars to use: {folder}/*.tar"
         )
     if below:
         raise DataError(
@@ -486,7 +486,7 @@ def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
 
 
 def compressed_in(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the compressed tars in a folder, sorted; empty if it is not a folder."""
+    """Return the sorted compressed tars in a folder; an empty list if the path is not a folder."""
     compressed = []
     for path in sorted(Path(folder).glob("[!.]*")):
         if path.name.endswith(COMPRESSED) and path.is_file():

@@ -1,11 +1,11 @@
-"""A local cache of remote shards: each is downloaded once per node, verified, and evicted by last use.
+"""A local LRU cache of remote shards: each shard is downloaded once per node, and verified.
 
 How a shard gets into the cache (`Cache.path`):
-1. A file named by the shard's sha256, with the shard's size, is the shard; the storage is not contacted.
+1. If a file named by the shard's sha256 has the shard's size, it is used, and the storage is not contacted.
 2. Otherwise this process takes the lock of the shard. One process of a node downloads it while the others wait.
 3. `make_room` deletes the least recently used shards until the new one fits within the limit.
 4. `fetch` appends pieces of 16 MiB to `<sha256>.part` and resumes an earlier incomplete download.
-5. A failed request is retried after a random part of a delay that doubles (`patiently`).
+5. A failed request is retried with exponential backoff and jitter (`patiently`).
 6. If the sha256 is correct, the file gets its final name; otherwise it is downloaded once more from the start.
 
 `Prefetcher` does this in the background for upcoming steps. The order determines which shards the slots of a step need
@@ -48,9 +48,9 @@ def no_progress() -> None:
 class Cache:
     """Returns local paths of remote shards, and downloads shards that no process of this node has fetched yet.
 
-    Files are named by their digest and evicted by last use; a mapped file stays readable after its eviction. Downloads
-    end early once `stopped()` is true. `progress` is called for every piece that arrives, in this process or in the
-    process that we wait for.
+    Files are named by their digest. The least recently used are evicted; a mapped file stays readable after eviction.
+    Downloads end early once `stopped()` is true. `progress` is called for every piece that arrives, in this process or
+    in the process for which this one waits.
     """
 
     def __init__(self, cfg: CacheConfig, stopped: Callable[[], bool] = never):
@@ -100,14 +100,14 @@ class Cache:
         return path
 
     def opened(self, url: str, shard: Shard) -> BufferedReader:
-        """Open a remote shard's local file; if it is evicted first, fetch it again. Raises the errors of `path`."""
+        """Open a remote shard's local file; fetch it again if it was just evicted. Raises the errors of `path`."""
         while True:
             path = self.path(url, shard)
             with suppress(FileNotFoundError):
                 return open(path, "rb")
 
     def drop(self, shard: Shard, inode: int) -> None:
-        """Delete the copy of a shard with this inode; keep a newer copy fetched by another process."""
+        """Delete a shard's cached copy if it still has this inode; keep a newer copy fetched by another process."""
         path = self.directory / f"{shard.sha256}.tar"
         with self.turn(path), suppress(FileNotFoundError):
             if path.stat().st_ino == inode:
@@ -115,7 +115,7 @@ class Cache:
 
     @contextmanager
     def turn(self, path: Path) -> Iterator[None]:
-        """Hold the lock of one shard; while another process downloads the shard, report that its file grows."""
+        """Hold the lock of one shard; while another process downloads it, report progress if the file grows."""
         # Poll the lock instead of blocking: a blocked call could neither be stopped nor report progress to the loader.
         part = path.with_suffix(".part")
         known_size = -1
@@ -158,7 +158,7 @@ class Cache:
 
     @contextmanager
     def temporary_copy(self, url: str, size: int) -> Iterator[BufferedRandom]:
-        """Context manager that yields a temporary local copy of a remote, not yet indexed shard."""
+        """Context manager that yields a temporary local copy of a remote shard that is not yet indexed."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.make_room(size)
         # A file without a name: the system deletes it when this process ends for any reason.
@@ -173,7 +173,7 @@ class Cache:
             yield file
 
     def read(self, url: str, start: int, stop: int) -> bytes:
-        """Return bytes start … stop−1 of a URL; possibly only the first of them."""
+        """Return bytes start … stop−1 of a URL, or fewer if the response ends early."""
         return self.patiently(url, partial(read_range, url, start, stop, self.cfg.timeout_s))
 
     def patiently(self, url: str, ask: Callable[[], Answer]) -> Answer:
@@ -278,7 +278,7 @@ class Prefetcher:
                 step = max(step + 1, self.step)
 
     def fetch(self, shard: int) -> None:
-        """Fetch one shard; keep a storage error for the loader, because it may be over before the shard is needed."""
+        """Fetch one shard; store a StorageError in `failure`, because it may be temporary."""
         url = self.index.location(shard)
         is_local = "://" not in url  # a mixture may have both local and remote sets
         if self.stopped or is_local:

@@ -1,4 +1,4 @@
-"""Settings of the cache for remote shards, and the cache space a run needs; needs no object-store client."""
+"""Settings of the cache for remote shards, and the cache space a run needs; does not import an object-store client."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CacheConfig:
 def remote_shards_ahead(
     index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig
 ) -> tuple[int, int]:
-    """Return (number, total bytes) of the remote shards that `slots` read from `step` to `step` + `cfg.ahead`."""
+    """Return the number and total bytes of the remote shards that `slots` read from `step` to `step` + `cfg.ahead`."""
     shards: set[int] = set()
     # The cache must hold the shards of all these steps at once, or it would evict shards before their use.
     for later in range(step, step + cfg.ahead + 1):
@@ -54,6 +54,6 @@ def remote_shards_ahead(
 
 
 def shards_of(order: Order | Mixture, slots: range, step: int) -> list[int]:
-    """Return the distinct shard numbers that the given slots read at a step."""
+    """Return the distinct numbers of the shards that the given slots read at a step."""
     shard_of_slot = order.batch(step)[1]
     return np.unique(shard_of_slot[slots.start : slots.stop]).tolist()

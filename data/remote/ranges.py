@@ -1,6 +1,6 @@
 """Read single samples of remote shards by byte range, so that a cold start need not wait for whole shards.
 
-The first batch of 4,096 has samples of about 160 shards of a gigabyte each, a few dozen from each shard:
+The first batch of 4,096 samples comes from about 160 shards of a gigabyte each, a few dozen samples from each shard:
 1. A decoding process requests all samples of its task, `AT_ONCE` in parallel (`Ranges.request`). One range covers image
    and label if they are adjacent in the tar, which nearly all are.
 2. The reader takes the samples one by one (`Ranges.take`) and compares each with its digest in the shard's table.
@@ -33,7 +33,7 @@ Place = tuple[int, int]  # (shard number, sample number in the shard)
 
 
 class Ranges:
-    """Reads samples by range in several threads; `given_up` is the reason it has stopped doing so, or ""."""
+    """Reads samples by byte range in several threads; `given_up` is the reason that range reads have stopped, or ""."""
 
     def __init__(self, cache: Cache):
         self.given_up = ""
@@ -43,7 +43,7 @@ class Ranges:
         self.pool: ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for another process, without threads and pending reads."""
+        """Return the state to pickle for another process, without threads and pending reads."""
         return self.__dict__ | {"requested": {}, "pool": None}
 
     def is_stopped(self) -> bool:
@@ -51,7 +51,7 @@ class Ranges:
         return self.stopped
 
     def stop(self) -> None:
-        """Stop reading; callable from any thread. Ranges already requested still arrive."""
+        """Stop reading; may be called from any thread. Ranges already requested still arrive."""
         self.stopped = True
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
@@ -72,10 +72,10 @@ class Ranges:
     def take(
         self, place: Place, url: str, row: SampleRow, progress: Callable[[], object] = no_progress
     ) -> tuple[bytes, bytes]:
-        """Wait for a sample and return its image and label; request it if needed. Raises DataError and StorageError.
+        """Return a sample's image and label; request the sample if needed, and wait for it.
 
-        `progress` is called during the wait: all attempts together take longer than the loader's timeout for a hanging
-        process. Raises StorageError after `LONGEST_S`.
+        `progress` is called during the wait: all attempts together can take longer than the loader's timeout for a
+        hanging process. Raises DataError, and StorageError, at the latest after `LONGEST_S`.
         """
         self.request(place, url, row)
         if place not in self.requested:

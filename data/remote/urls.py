@@ -1,7 +1,7 @@
 """Read byte ranges of remote shards: `s3:// gs:// az://` by fsspec's clients, `https://` by the standard library.
 
-Three functions work for every scheme. Each sends one request; `Retry` is the only place that repeats requests to an
-object store, after a random part of a delay that doubles.
+Three functions work for every scheme. Each sends one request; only `Retry` repeats requests to an object store, with
+exponential backoff and jitter.
 
     size_of("s3://bucket/train-000000.tar", 30.0)              →   6543360
     read_range("s3://bucket/train-000000.tar", 0, 512, 30.0)   →   the first 512 bytes
@@ -102,11 +102,11 @@ class Denied(PermissionError):
 
 
 class ErrorPage(StorageError):
-    """A store sent an error page with the status of success; the argument is the words of the page."""
+    """A store sent an error page with a success status; the argument is the text of the page."""
 
     def __str__(self) -> str:
         return (
-            f"instead of the expected answer, the store sent an error page: {self.args[0]}\n"
+            f"instead of the expected response, the store sent an error page: {self.args[0]}\n"
             "  run again when the store responds; check the endpoint, the proxy and the credentials"
         )
 
@@ -156,17 +156,17 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
 
 
 def refuse_error_page(url: str, content: bytes) -> None:
-    """Raise StorageError if the content is an error page, which some proxies send with the status of success."""
+    """Raise StorageError if the content is an error page, which some proxies send with a success status."""
     words = words_of(content)
     if words:
         raise StorageError(f"{redacted(url)}: {ErrorPage(words)}")
 
 
 def refuse_answer(response_dict: dict[str, Any], **_: object) -> None:
-    """Raise ErrorPage if S3's answer to any request except for content is an error page; a hook of botocore.
+    """Raise ErrorPage if S3's response to a request other than a read is an error page; a botocore hook.
 
-    botocore would read a page of HTML as a list without objects. Before this hook is called, it turns XML and JSON into
-    errors, which are retried.
+    botocore would parse an HTML page as an empty list of objects. Before it calls this hook, it converts XML and JSON
+    error pages to errors, which are retried.
     """
     body = response_dict.get("body")
     if isinstance(body, bytes) and response_dict.get("status_code") == http.client.OK and ERROR.match(body):
@@ -176,7 +176,9 @@ def refuse_answer(response_dict: dict[str, Any], **_: object) -> None:
 
 
 def size_of(url: str, timeout_s: float) -> int:
-    """Return the size of a URL's object in bytes; raises as `read_range`, and Refused if it is not reported."""
+    """Return the size in bytes of the object at a URL.
+
+    Raises the errors of `read_range`, and Refused if the size is not reported."""
     if not url.startswith("https:"):
         with denied_as_such():
             return client(urlsplit(url).scheme, timeout_s).info(url)["size"]
@@ -191,9 +193,10 @@ def size_of(url: str, timeout_s: float) -> int:
 
 
 def list_tars(url: str, timeout_s: float) -> dict[str, int]:
-    """Return {URL: bytes} of the *.tar files in a folder, or matching a pattern; raises as `read_range`.
+    """Return {URL: size in bytes} of the *.tar files in a folder or matching a pattern.
 
-    Raises Refused if a folder also contains compressed tars, which would be ignored, DataError for unsafe names.
+    Raises the errors of `read_range`, Refused if a folder also contains compressed tars, which would be ignored, and
+    DataError for unsafe names.
     """
     scheme = urlsplit(url).scheme
     if scheme == "https":
@@ -213,8 +216,8 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
             tars[f"{scheme}://{check_file_name(path, redacted(url))}"] = entry["size"]
     if compressed:
         raise Refused(
-            f"{redacted(url)}: {preview(compressed)} would be ignored: compressed tars; "
-            f"uncompress them, or name the tars to use: {redacted(url).rstrip('/')}/*.tar"
+            f"{redacted(url)}: {preview(compressed)} are compressed tars and would be ignored; "
+            f"decompress them, or name the tars to use: {redacted(url).rstrip('/')}/*.tar"
         )
     return tars
 
@@ -228,7 +231,7 @@ def never() -> bool:
 
 
 class Retry:
-    """Repeats a request up to `attempts` times or until `stopped()`; `attempts` may be lowered during a request.
+    """Retries a failed request, up to `attempts` attempts or until `stopped()`; `attempts` may be lowered meanwhile.
 
     The pause before the second attempt is at most `backoff_s`, and the limit doubles with every attempt.
     """
@@ -303,7 +306,7 @@ def denial(address: str, code: str, attempts: int) -> StorageError:
 
 @contextmanager
 def denied_as_such() -> Iterator[None]:
-    """Context manager that raises Denied if the store denies a request, which each client reports differently."""
+    """Context manager that raises Denied if the store denies a request; each client reports a denial differently."""
     try:
         yield
     except Denied:
@@ -408,7 +411,7 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
 
 @contextmanager
 def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.client.HTTPResponse]:
-    """Context manager that yields the response to a range request; errors have the types of the other schemes."""
+    """Context manager that yields the response to a range request; raises the same error types as the other schemes."""
     # An opener for https only, also after redirects, and only for public addresses. `build_opener` would add handlers
     # for file:, ftp: and data:.
     opener = urllib.request.OpenerDirector()
@@ -449,7 +452,7 @@ class PublicConnection(http.client.HTTPSConnection):
 
 
 class PublicHandler(urllib.request.HTTPSHandler):
-    """Opens https with `PublicConnection`."""
+    """Opens https URLs with `PublicConnection`."""
 
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(PublicConnection, req)
@@ -458,7 +461,7 @@ class PublicHandler(urllib.request.HTTPSHandler):
 def connect_public(
     address: tuple[str, int], timeout: float, source_address: tuple[str, int] | None = None
 ) -> socket.socket:
-    """Connect as socket.create_connection does, to public addresses only; raises Refused for others."""
+    """Connect as socket.create_connection does, but only to public addresses; raises Refused for others."""
     host, port = address
     is_allowed = host in os.environ.get("PATCHLINE_PRIVATE_HOSTS", "").split(",")
     resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -56,7 +56,7 @@ PACKING_SETTING = r"\d+ \d+ (True|False)"  # the setting in a packing's journal,
 
 @dataclass(frozen=True)
 class TarList:
-    """Tars that form one set: their common folder or URL, and {name below it: bytes}."""
+    """Tars that form one set: their common folder or URL, and {name below it: size in bytes}."""
 
     directory: str
     sizes: dict[str, int]
@@ -75,7 +75,7 @@ def build_index(
     cache: CacheConfig | None = None,
     unlabelled: bool = False,
 ) -> Index:
-    """Index existing tars: a folder, a list of paths, or URLs. Can be killed and run again.
+    """Index existing tars, given as a folder, a list of paths, or URLs; a killed call resumes when repeated.
 
     A URL names one tar, several with `{000..999}` or (except for https) `*`, or a folder; each tar is downloaded,
     examined and deleted. The JSON and the tables are written to `output` (default for local tars: their folder) as
@@ -161,7 +161,7 @@ def build_index(
 
 @dataclass(frozen=True)
 class IndexJob:
-    """The arguments of `index_shard` for one tar; sent to another process."""
+    """The arguments of `index_shard` for one tar, which are sent to another process."""
 
     cache: Cache | None  # downloads the tar; None if it is local
     directory: str
@@ -209,10 +209,10 @@ def index_shard(job: IndexJob) -> Record | str:
 def count_classes(
     tar: memoryview, rows: Sequence[SampleRow], job: IndexJob, refused: Refusals, texts: Refusals
 ) -> Counter[int]:
-    """Return {class: samples}; samples without a usable label are counted in `refused`.
+    """Return {class: number of samples}; samples without a usable label are counted in `refused`.
 
     If class names are unknown, text labels are counted in `texts`. Raises DataError for a label beyond the classes, or,
-    if class names are known, for a text that is no class name.
+    if class names are known, for a text that is not a class name.
     """
     limit = job.classes or len(job.names) or MAX_CLASSES
     ids = ids_of(job.names)
@@ -246,7 +246,7 @@ def count_classes(
 
 
 def count_unreadable(tar: memoryview, result: Walk) -> None:
-    """Count images without a valid header or end, or of excessive size, in `result.refused`.
+    """Count images that lack a valid header or end, or are too large, in `result.refused`.
 
     The samples stay in the set: training replaces them and counts them as bad.
     """
@@ -270,7 +270,7 @@ def decoded_samples(index: Index) -> tuple[int, int]:
 
 
 def problem_of(index: Index, *, unlabelled: bool) -> str:
-    """Return why nothing can be trained on an indexed set, and what to type; "" if it is usable."""
+    """Return why an indexed set cannot be used for training, and the remedy; "" if it is usable."""
     tried, failed = decoded_samples(index)
     expected = "expected samples with an image (jpg, png, webp) and a label (cls, json)"
     if index.samples == 0:
@@ -278,7 +278,7 @@ def problem_of(index: Index, *, unlabelled: bool) -> str:
         if DOTTED in index.refused.counts:
             reason += ", because the key of a sample ends at the first dot of its name, as in webdataset"
             expected = (
-                "expected names without other dots, such as IMG_1.jpg for IMG.1.jpg; to write the tars anew with such "
+                "expected names without other dots, such as IMG_1.jpg for IMG.1.jpg; to rewrite the tars with such "
                 "names: python -m jobs pack tars FOLDER NEW-FOLDER"
             )
     elif failed == tried:
@@ -302,7 +302,7 @@ def labelled_samples(index: Index) -> int:
 
 
 def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
-    """Raise DataError if two shards would share a table, or a table would overwrite that of other tars."""
+    """Raise DataError if two shards would share a table, or a table would overwrite a table of other tars."""
     # Tables have flat names, so two tars in different folders may map to the same name.
     tables = Counter(table_path(path.parent, shard) for shard in shards)
     for table, count in tables.items():
@@ -324,7 +324,7 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
 
 
 def check_kept(url: str) -> None:
-    """Raise DataError unless a URL may be read, and may be stored in an index."""
+    """Raise DataError unless a URL is allowed to be read, and to be stored in an index."""
     check_url(url)
     if not urlsplit(url).hostname:
         raise DataError(f"{redacted(url)}: has no bucket or host; expected a URL like s3://bucket/train")
@@ -340,7 +340,7 @@ def check_kept(url: str) -> None:
 
 
 def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
-    """List the tars of a folder, or the given ones; raises DataError if there are none or one is missing."""
+    """List the tars in a folder, or the given tars; raises DataError if there are none, or if one is missing."""
     if not isinstance(source, list):
         check_nothing_excluded(source)
         paths = sorted(Path(source).glob("[!.]*.tar"))
@@ -373,7 +373,7 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
 
 
 def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: threading.Event) -> TarList:
-    """List the tars behind URLs, with the sizes given by the storage; raises DataError if there are none.
+    """List the tars at URLs, with the sizes reported by the storage; raises DataError if there are none.
 
     Each URL names one tar, several with `{000..999}` or `*`, or a folder. `stopped` is set on errors, to end retries.
     """

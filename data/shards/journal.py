@@ -25,7 +25,7 @@ from data.seal import Journal
 
 
 class Record(NamedTuple):
-    """Everything recorded about a finished shard."""
+    """The journal's record of a finished shard."""
 
     shard: Shard
     class_counts: Mapping[int, int]  # class id → number of samples
@@ -84,9 +84,9 @@ class IndexJournal:
     def finish(self, directory: Path | str, names: Names, finished: Iterable[str]) -> Index:
         """Write the index of the `finished` shards in `directory`, and delete the journal.
 
-        Other recorded shards of an earlier try are ignored. `names` are class names in the order of their ids, if they
-        are known. Without them, text labels become the class names, provided that no label is an id. Raises DataError
-        if there are more of these than `classes`.
+        Other recorded shards from an earlier attempt are ignored. `names` are class names in the order of their ids, if
+        they are known. Without them, text labels become the class names, provided that no label is an id. Raises
+        DataError if there are more such names than `classes`.
         """
         shards = []
         samples_of_class: Counter[int] = Counter()
@@ -122,7 +122,7 @@ class IndexJournal:
 
 
 def restored(counted: Mapping[str, Sequence[Any]]) -> Refusals:
-    """Return the counts of a shard from a line of the journal, given as {reason: (count, first name)}."""
+    """Return a shard's counts from a line in the journal, given as {reason: (count, first name)}."""
     refusals = Refusals()
     for reason, (count, first) in counted.items():
         refusals.counts[reason] = count

@@ -1,4 +1,4 @@
-"""Pack samples into tar shards and index them; equal samples always result in equal bytes.
+"""Pack samples into tar shards and index them; equal samples always result in byte-identical shards.
 
 How samples become a set, in order:
 1. `group_samples` splits the stream of samples into groups, one per shard;
@@ -62,9 +62,9 @@ def pack(
     """Write `<name>-000000.tar` … with at most this many samples and image bytes each, and `<name>.index.json`.
 
     `names` are class names in the order of their ids. `restarts` adds restart markers to JPEGs (`data.images.decode`):
-    equal pixels, faster crops. `report` gets the number of finished shards and samples. The command can be killed and
-    run again with the same samples; finished shards are kept. Raises DataError for a label ≥ `classes` (None: ≥ a
-    million), a repeated key in a shard, no samples, or a finished set with other samples.
+    equal pixels, faster crops. `report` gets the number of finished shards and the number of finished samples. The
+    command can be killed and run again with the same samples; finished shards are kept. Raises DataError for a label ≥
+    `classes` (None: ≥ a million), a repeated key in a shard, no samples, or a finished set with different samples.
     """
     check_name(name, "a set", "give its name: --name train")
     directory = Path(directory)
@@ -118,7 +118,7 @@ def pack(
 
 
 def group_samples(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iterator[list[Sample]]:
-    """Split a stream of samples into groups of one shard each."""
+    """Split a stream of samples into groups, one per shard."""
     group: list[Sample] = []
     group_bytes = 0
     for sample in samples:
@@ -293,5 +293,5 @@ def packed_image(sample: Sample, restarts: bool) -> bytes:
 
 
 def label_of(sample: Sample) -> bytes:
-    """Return the content of a sample's .cls; empty if it has no labels."""
+    """Return the content of a sample's .cls file; empty if the sample has no labels."""
     return " ".join(map(str, sample.labels or ())).encode()

@@ -1,4 +1,4 @@
-"""Run many jobs in parallel, in processes or threads that end together with the caller.
+"""Run many jobs in parallel, in processes or threads that never outlive the caller.
 
 How jobs run, in order:
 1. Processes (or threads, for jobs that mostly wait) take one job after the other; a single worker runs in the caller.
@@ -58,7 +58,7 @@ def in_parallel(
 
 @contextmanager
 def set_on_error(stopped: threading.Event) -> Iterator[None]:
-    """Set `stopped` if the block raises or is interrupted, so that threads which check it end and can be joined."""
+    """Set `stopped` if the block raises or is interrupted, so that threads which check it exit and can be joined."""
     try:
         yield
     except BaseException:
@@ -75,7 +75,7 @@ def counted(results: Iterable[Result], total: int, report: Progress | None) -> I
 
 
 def end_with_pipe(reader: Connection, writer: Connection) -> None:
-    """Make this process end when the pipe closes; without this, processes of an executor outlive their parent."""
+    """Make this process exit when the pipe closes; an executor's processes would otherwise outlive their parent."""
     writer.close()  # a forked process inherits a copy
     # A forked process inherits signal handlers too. Ctrl-C reaches all processes, but the parent handles it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -84,6 +84,6 @@ def end_with_pipe(reader: Connection, writer: Connection) -> None:
 
 
 def end_when_closed(reader: Connection) -> None:
-    """End this process immediately when the other end of a pipe closes."""
+    """Exit this process immediately when the other end of a pipe closes."""
     reader.poll(None)
     os._exit(1)

@@ -5,7 +5,7 @@ How a sample is read, in order:
    its samples are read by byte range, if the loader requests it (`data.remote.ranges`).
 2. The shard's table is opened and compared with its own sha256 in the index (`Index.table`).
 3. The sample's bytes are copied out of the mapping, and the digest of the copy is compared with the table: after step
-   1, a file can decay or be overwritten without a change of size and time. A label read without its image has a
+   1, a file can decay or be overwritten without a change of size or mtime. A label read without its image has a
    separate digest.
 4. If the digest differs, the cached copy of a remote shard is dropped and downloaded once more. A local shard, or a
    second difference, ends the run. The sample is not replaced, because its whole shard cannot be trusted.
@@ -48,7 +48,7 @@ MOST_DROPPED = 100  # shards that an error offers to exclude; if more are missin
 
 
 def unusable_shards(index: Index) -> dict[str, str]:
-    """Return {path: problem} of missing local shards and those of another size; remote shards are not checked."""
+    """Return {path: problem} for local shards that are missing or of the wrong size; remote shards are not checked."""
     problems: dict[str, str] = {}
     for shard in index.shards:
         place = index.location(shard)
@@ -115,8 +115,8 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
 def read_labels(raw: bytes, index: Index, most: int) -> tuple[int, ...]:
     """Parse the label bytes of a sample into at most `most` class ids that exist in the index.
 
-    Raises BadImage with a short reason, like a broken image. Training, evaluation and the doctor all use this function,
-    so they accept the same labels.
+    Raises BadImage with a short reason, as for a broken image. Training, evaluation and the doctor all use this
+    function, so they accept the same labels.
     """
     try:
         labels = parse_labels(raw, index.ids)
@@ -152,7 +152,7 @@ class ShardReader:
         self.ranges: Ranges | None = self.new_ranges() if by_range and index.remote else None
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for another process, without the open shards, because mappings cannot be sent."""
+        """Return the state to pickle, without the open shards, because memory mappings cannot be pickled."""
         return self.__dict__ | {"_open": OrderedDict(), "_tables": OrderedDict()}
 
     @cached_property
@@ -170,16 +170,16 @@ class ShardReader:
 
     @property
     def given_up(self) -> str:
-        """Why samples are no longer read by range; "" if they still are, or never were."""
+        """The reason that byte-range reads have stopped; "" if they have not, or were never used."""
         return "" if self.ranges is None else self.ranges.given_up
 
     def stop(self) -> None:
-        """Stop reading by range, so that this process can end."""
+        """Stop reading by range, so that this process can exit."""
         if self.ranges is not None:
             self.ranges.stop()
 
     def resume(self) -> None:
-        """Read by range again after `stop`, unless ranges were given up because of an error."""
+        """Resume reading by range after `stop`, unless an error has stopped range reads."""
         if self.ranges is not None:
             given_up = self.ranges.given_up
             # A new object, because threads of the stopped one still check its `stopped`.
@@ -187,7 +187,7 @@ class ShardReader:
             self.ranges.given_up = given_up
 
     def expect(self, places: np.ndarray) -> None:
-        """Start reading the samples (b, 2: shard, sample) of missing shards by range, for later calls of `read`."""
+        """Start range reads of the samples (b, 2: shard, sample) whose shards are missing, for later `read` calls."""
         if self.ranges is None:
             return
         for shard, sample in places.tolist():
@@ -231,7 +231,7 @@ class ShardReader:
         )
 
     def labels(self, shard: int, samples: Iterable[int] | None = None) -> Iterator[bytes]:
-        """Yield the labels of some or all samples of a shard, without their images; raises DataError as `read` does."""
+        """Yield the labels of some or all samples in a shard, without the images; raises DataError as `read` does."""
         table = self._table(shard)
         for sample in range(len(table)) if samples is None else samples:
             row = table[sample]
@@ -254,9 +254,9 @@ class ShardReader:
         return self._tables[number]
 
     def _row(self, shard: int, sample: int) -> tuple[np.void, SampleRow]:
-        """Return a table row, and the byte range to read: at most one byte more of the image than the decoder accepts.
+        """Return a sample's table row, and the byte ranges to read.
 
-        Larger images are rejected in any case.
+        At most one byte more of the image is read than the decoder accepts, because larger images are rejected anyway.
         """
         entry = self._table(shard)[sample]
         image_size = min(int(entry["image_size"]), MAX_BYTES + 1)
@@ -265,7 +265,7 @@ class ShardReader:
         )
 
     def _copied(self, shard: int, sample: int) -> tuple[bytes, bytes]:
-        """Copy the image and label of a sample out of its shard; wait for the shard if needed."""
+        """Copy a sample's image and label from its shard; wait for the shard if needed."""
         tar = self._shard(shard).tar  # verify the shard before its table
         _, row = self._row(shard, sample)
         image = tar[row.image : row.image + row.image_size]
@@ -280,7 +280,7 @@ class ShardReader:
         return is_worth_it and not self.cache.has(shard)
 
     def _by_range(self, shard: int, sample: int) -> tuple[bytes, bytes] | None:
-        """Return a sample read by range; None if its shard must be used or waited for."""
+        """Return a sample read by range; None if it must be read from the whole shard."""
         if self.ranges is None:
             return None
         is_asked_for = (shard, sample) in self.ranges.requested
@@ -349,7 +349,7 @@ class ShardReader:
 
 
 def is_intact(row: np.void, image: bytes, label: bytes) -> bool:
-    """Return whether image and label match the digests of a table row."""
+    """Return whether the image and label match the digests in a table row."""
     # An oversize image is rejected in any case, and was not read completely.
     if len(image) > MAX_BYTES:
         return label_digest(label) == int(row["label_digest"])
@@ -364,8 +364,8 @@ def most_open() -> int:
 
 
 def mark_of(status: os.stat_result, expected: str) -> Path:
-    """Return the mark file which records that this node has verified a shard.
+    """Return the path of the marker file which records that this node has verified a shard.
 
-    It identifies the file by device, inode and mtime, so a replaced or rewritten shard is verified again.
+    The marker identifies the shard by device, inode and mtime, so a replaced or rewritten shard is verified again.
     """
     return state_folder() / "verified" / f"{expected}-{status.st_dev}-{status.st_ino}-{status.st_mtime_ns}"

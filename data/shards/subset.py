@@ -1,11 +1,11 @@
-"""Create an index of some samples of a set, over the same tars; nothing is packed again.
+"""Create an index of selected samples of a set that refers to the same tars; nothing is repacked.
 
 How subsets of a set are created, in one pass for all of them (`make_subsets`):
 1. Labels come from the tables, which contain a digest of each label: the digest of `17` identifies the text without
    reading the tar. Other texts, such as several labels, are read once per shard. If no rule needs labels, only those
    of chosen samples are determined.
 2. Each rule chooses samples. Its parts apply in order, each to the remaining samples:
-   `keep` classes, `only` the samples of a list or all `but` these, a `part`, a number of `shots` per class.
+   `keep` classes, `only` the samples in a list or all `but` these, a `part`, a number of `shots` per class.
 3. Each shard with chosen samples gets a table of these rows; other shards are not in the subset.
 4. The JSON refers to the same tars, and records the parent index and the rule (`index.Origin`).
 
@@ -78,11 +78,11 @@ class Rule:
 
     @property
     def needs_labels(self) -> bool:
-        """Whether the choice of samples depends on the labels of all samples."""
+        """Whether the choice of samples depends on all samples' labels."""
         return bool(self.keep) or self.seed is not None
 
     def described(self) -> dict[str, Any]:
-        """Return the rule as plain values for the index: its non-empty parts, and lists by path and digest."""
+        """Return the rule's non-empty parts as plain values for the index; lists are given by path and digest."""
         parts: dict[str, Any] = {}
         if self.keep:
             parts["keep"] = list(self.keep)
@@ -148,8 +148,8 @@ def make_subsets(
 ) -> list[Index]:
     """Write an index of the chosen samples of `parent` for each part, each to a separate folder.
 
-    `report` gets the number of examined shards and the total; `cache` downloads remote shards. Raises DataError if a
-    rule chooses no samples or refers to missing ones, and if a tar is missing.
+    `report` gets the number of examined shards and the total; `cache` configures downloads of remote shards. Raises
+    DataError if a rule chooses no samples or refers to missing ones, and if a tar is missing.
     """
     # 1. A subset must not overwrite a set, the tables of a set, or another subset.
     tables = {table_path(Path(), shard.name) for shard in parent.shards}
@@ -225,7 +225,7 @@ def read_all_labels(
 def read_shard_labels(
     index: Index, cache: CacheConfig, wanted: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (labels of a shard's samples concatenated, number of labels per sample); unusable labels are omitted.
+    """Return the concatenated labels of a shard's samples, and the number per sample; unusable labels are omitted.
 
     `index` contains only this shard; only labels of `wanted` (N,) samples are read. A text is identified by its digest
     if it is a class id or name; for any other digest, the label of one sample is read.
@@ -261,7 +261,7 @@ def read_shard_labels(
 
 @lru_cache(maxsize=1)
 def known_texts(classes: int, names: Names) -> Mapping[int, bytes]:
-    """Return {digest: text} of the most common labels: an empty text, class ids and class names."""
+    """Return {digest: text} for the most common labels: an empty text, class ids and class names."""
     texts = {}
     for label in ("", *map(str, range(classes)), *names):
         texts[label_digest(label.encode())] = label.encode()
@@ -272,7 +272,7 @@ def known_texts(classes: int, names: Names) -> Mapping[int, bytes]:
 
 
 def choose(index: Index, labels: Labels | None, rule: Rule) -> np.ndarray:
-    """Return (N,) whether each sample is chosen by the rule; `labels` may be None if the rule needs none."""
+    """Return a boolean array (N,): whether the rule chooses each sample; `labels` is None if the rule needs none."""
     chosen = np.ones(index.samples, bool)
     first_labels = np.full(len(chosen), NO_LABEL, np.int64)
     if labels is not None:
@@ -306,14 +306,14 @@ def choose(index: Index, labels: Labels | None, rule: Rule) -> np.ndarray:
 
 
 def only_rows(chosen: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return a mask of the shape of `chosen`, True only at these rows."""
+    """Return a boolean array with the shape of `chosen` that is True only at these rows."""
     mask = np.zeros_like(chosen)
     mask[rows] = True
     return mask
 
 
 def bounds_of(part: str, samples: int) -> tuple[int, int]:
-    """Return (first, stop) of a part such as ":98%" of this many samples, like slices of TensorFlow Datasets.
+    """Return (first, stop) for a part such as ":98%" of this many samples, like TensorFlow Datasets slices.
 
     Percentages are rounded to the nearest sample; negative numbers count from the end. Raises ConfigError.
     """
@@ -341,7 +341,7 @@ def bounds_of(part: str, samples: int) -> tuple[int, int]:
 
 
 def write_subsets(parent: Index, parts: Sequence[Part], labels: Labels) -> list[Index]:
-    """Write the tables of all parts shard by shard, then the JSONs."""
+    """Write the tables of all parts shard by shard, then the JSON of each part; return the indexes."""
     replaced: list[Sequence[Shard]] = []  # per part, the shards with existing tables
     for part in parts:
         part.folder.mkdir(parents=True, exist_ok=True)

@@ -69,7 +69,7 @@ def unlabelled_folder(root: str | os.PathLike[str]) -> Iterator[Sample]:
 
 
 def images_below(folder: Path, skipped: Counter[str]) -> list[Path]:
-    """Return all images below a folder, links followed; count other files in `skipped`, by kind (`files_below`)."""
+    """Return all images below a folder, following links; count other files in `skipped` by kind (see `files_below`)."""
     paths = []
     for path in files_below(folder, skipped):
         if is_image(path):
@@ -93,9 +93,9 @@ def in_words(kinds: Counter[str]) -> str:
 
 
 def folder_classes(root: str | os.PathLike[str], skipped: Counter[str] | None = None) -> Names:
-    """Return the class names of a folder of class folders, in the order of ids; raises DataError if it has none.
+    """Return the names of the class folders in a folder, in the order of ids; raises DataError if there are none.
 
-    Files in folders that systems create, such as @eaDir, are counted in `skipped`.
+    Files in system folders, such as @eaDir, are counted in `skipped`.
     """
     names = class_folders_in(Path(root), skipped) if Path(root).is_dir() else []
     for name in names:
@@ -113,7 +113,7 @@ def folder_classes(root: str | os.PathLike[str], skipped: Counter[str] | None = 
 
 
 def refuse_loop(folder: Path) -> None:
-    """Raise DataError if a class folder is a link to one of its parents: the class would contain all images."""
+    """Raise DataError if a class folder is a link to one of its parents, because the class would contain all images."""
     if folder.absolute().parent.resolve().is_relative_to(folder.resolve()):
         raise DataError(
             f"{folder} links to a folder above it, so this class would contain all images\n  remove the link"
@@ -141,7 +141,7 @@ def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> I
 
 
 def keys_of(names: Sequence[str]) -> list[str]:
-    """Return a different key for each file name; raises DataError if a file is listed twice.
+    """Return a distinct key for each file name; raises DataError if a file is listed twice.
 
         cat/1.jpg  cat/v1.2.jpg  ../im/3.jpg  /im/4.jpg     →    cat/1  cat/v1_2  im/3  im/4
         cat/5.jpg  cat/5.png                                →    cat/5_jpg  cat/5_png
@@ -169,7 +169,7 @@ def keys_of(names: Sequence[str]) -> list[str]:
 
 
 def key_of(name: str) -> str:
-    """Return the key of one file name, without its extension; two files may have the same one."""
+    """Return the key of one file name, without its extension; two files may have the same key."""
     path = os.path.normpath(name.removesuffix(Path(name).suffix)).lstrip("/")
     while path.startswith("../"):
         path = path[3:]
@@ -178,7 +178,7 @@ def key_of(name: str) -> str:
 
 
 def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
-    """Return the files of a folder, those matching a pattern such as a/train-*.tar, or the file itself.
+    """Return the files in a folder, the files that match a pattern such as a/train-*.tar, or the file itself.
 
     Raises DataError if there are none.
     """

@@ -1,4 +1,4 @@
-"""Class lists, and the conversion of a source's class ids to those of another numbering.
+"""Class lists, and the conversion of a source's class ids to the ids of another numbering.
 
 1. A source provides its class names (`data.sources`), or a class list does (`read_class_list`), in the order of
    their ids.
@@ -31,7 +31,7 @@ def read_class_list(path: str | os.PathLike[str]) -> Names:
 
     Formats: one name per line; `.jsonl` with a JSON string, or an object with `name`, per line; `.json` with a list of
     names, {"0": name, …} as in Hugging Face's `id2label`, or an object with either as `names` (our indexes), `id2label`
-    or `label_names` (config.json of Hugging Face and timm).
+    or `label_names` (the config.json of a Hugging Face or timm model).
     """
     path = Path(path)
     try:
@@ -66,7 +66,9 @@ def read_class_list(path: str | os.PathLike[str]) -> Names:
 
 
 def names_by_id(content: Mapping[str, object]) -> list[object]:
-    """Return the names of a mapping in the order of ids: {"0": name, …}, or {name: 0, …} as torchvision's class_to_idx.
+    """Return the names in a mapping in the order of their ids.
+
+    The mapping is {"0": name, …}, or {name: 0, …} like torchvision's class_to_idx.
 
     Raises ValueError if the ids of the second form are not 0, 1, 2, ….
     """
@@ -79,7 +81,7 @@ def names_by_id(content: Mapping[str, object]) -> list[object]:
 
 
 def check_unambiguous(names: Sequence[str], path: str) -> None:
-    """Raise DataError if a name is a number other than its own id, because a label would mean another class."""
+    """Raise DataError if a name is a number other than its id: a label with that number would be ambiguous."""
     for label, name in enumerate(names):
         if name.isascii() and name.isdigit() and int(name) != label:
             raise DataError(
@@ -124,7 +126,7 @@ def number(
 ) -> Numbering:
     """Return the numbering from a source's `own` names to the ids of `target`, or to new ids without `target`.
 
-    If the source has no names, its ids are taken as those of `target`. `rename` and `keep` refer to the source's
+    If the source has no names, its ids are used as ids of `target`. `rename` and `keep` refer to the source's
     classes. `name` and `giver` are the names of both sets for messages. Raises DataError if `target` lacks names.
     """
     rename = rename or {}
@@ -172,7 +174,7 @@ def number(
 
 
 def check_unicode_forms(lacking: Sequence[str], target: Sequence[str], name: str, giver: str) -> None:
-    """Raise DataError if a class name looks equal in both sets, but is stored in another Unicode form (NFC, NFD)."""
+    """Raise DataError if a class name looks the same in both sets but has different Unicode forms (NFC, NFD)."""
     composed = {unicodedata.normalize("NFC", other): other for other in target}
     for class_name in lacking:
         other = composed.get(unicodedata.normalize("NFC", class_name))
@@ -188,7 +190,7 @@ def check_unicode_forms(lacking: Sequence[str], target: Sequence[str], name: str
 def kept_ids(
     names: Sequence[str], keep: Sequence[int | str] | None, name: str, classes: int | None = None
 ) -> list[int] | None:
-    """Return the ids of the classes to keep, given by id or name; None for all. Raises DataError for unknown ones."""
+    """Return the ids of the classes to keep, given by id or name; None for all. Raises DataError if one is unknown."""
     if keep is None:
         return None
     check_known([entry for entry in keep if isinstance(entry, str)], names, f"{name}: keep")
@@ -214,5 +216,5 @@ def check_known(wanted: Iterable[str], names: Sequence[str], what: str) -> None:
         return
     expected = f"expected some of its {len(names)} classes: {preview(names)}"
     if not names:
-        expected = "its class names are unknown: type class ids, or the names in a file (names: FILE)"
+        expected = "its class names are unknown: use class ids, or list the names in a file (names: FILE)"
     raise DataError(f"{what} has {preview(unknown)}, which this source does not have\n  {expected}")

@@ -26,7 +26,7 @@ DIGITS: Names = tuple("0123456789")  # class names
 
 @dataclass(frozen=True)
 class Sample:
-    """An encoded image, in memory or in a file, with its class ids; `key` identifies it and contains no dot.
+    """An encoded image, in memory or in a file, with its class ids; `key` identifies the sample and contains no dot.
 
     `labels` is None in a set without labels; packing rejects empty `labels`.
     """
@@ -63,7 +63,7 @@ class RawSample(NamedTuple):
 
 
 def numbered(samples: Iterable[Sample], numbering: Numbering) -> Iterator[Sample]:
-    """Yield the samples with renumbered classes, without samples whose classes the numbering excludes."""
+    """Yield the samples with renumbered class ids, except for samples whose classes the numbering excludes."""
     for sample in samples:
         if sample.labels is None:
             yield sample
@@ -78,7 +78,7 @@ def numbered(samples: Iterable[Sample], numbering: Numbering) -> Iterator[Sample
 
 
 def kind_of(encoded: bytes) -> str:
-    """Return the file extension for an encoded image, judged by its first bytes; "jpg" if they are unknown."""
+    """Return the file extension for an encoded image, detected from its first bytes; "jpg" if the format is unknown."""
     if encoded[1:4] == b"PNG":
         return "png"
     if encoded[8:12] == b"WEBP":

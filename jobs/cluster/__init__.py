@@ -1,1 +1,1 @@
-"""Run a function on N supervised workers: on a Ray cluster, joined or embedded, or in processes of this machine."""
+"""Run a function on N supervised workers: on a Ray cluster (existing or embedded), or in local processes."""

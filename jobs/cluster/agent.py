@@ -1,16 +1,17 @@
-"""A node's agent: starts and watches the workers of its node, and reports to the driver. Every node has one agent.
+"""A node's agent: starts and monitors the workers on its node, and reports to the driver. Every node has one agent.
 
 On a Ray cluster, the agent is an actor; without Ray, it is an object in the driver. The class is the same.
 
 1. The agent runs a fork server (fork_server.py), which stays warm between attempts and stages.
-2. `start` forks this node's workers of an attempt.
+2. `start` forks this node's workers for an attempt.
 3. `poll` returns after `wait_s`, or at once if a worker has started, ended or received SIGTERM. The report is small:
 
        NodeReport(workers=[WorkerState(rank=3, pid=4711, place=PhaseReport(812, "reduce", 1200, ""), …), …])
 
-   The agent determines what only the worker's node knows: its exit code or signal, whether it is suspended by a signal,
-   and whether it was killed by the kernel's out-of-memory killer. A suspended fork server is killed and replaced.
-4. `stop` requests the workers to commit and exit; `end` kills the remaining processes of an attempt.
+   The agent determines what can be observed only on the worker's node: the worker's exit code or signal, and whether
+   it is suspended by a signal or was killed by the kernel's out-of-memory killer. A suspended fork server is killed and
+   replaced.
+4. `stop` tells the workers to commit and exit; `end` kills the remaining processes of an attempt.
 
 When the driver ends, so do the agent and its workers (fork_server.py).
 """
@@ -60,7 +61,7 @@ _umask_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class StartRequest:
-    """A request to an agent to start the workers of an attempt on its node."""
+    """A request that tells an agent to start the workers of an attempt on its node."""
 
     ranks: Sequence[RankInfo]
     payload: bytes  # pickled (function, task)
@@ -74,7 +75,7 @@ class StartRequest:
 
 @dataclass
 class WorkerState:
-    """State of a worker, determined by its node's agent."""
+    """The state of a worker, as determined by its node's agent."""
 
     rank: int
     pid: int = 0  # 0 before the fork
@@ -103,7 +104,7 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class NodeAgent:
-    """The driver's handle of a node's agent."""
+    """The driver's handle to a node's agent."""
 
     name: str  # the node's name, for messages
     node_id: str  # Ray's node id; "" without Ray
@@ -115,7 +116,7 @@ class NodeAgent:
 
 
 class Agent:
-    """Runs the workers of its node, one attempt at a time. Thread-safe."""
+    """Runs the workers on its node, one attempt at a time. Thread-safe."""
 
     def __init__(self, address: str = LOOPBACK, *, has_gpus: bool = False) -> None:
         self.address = address  # this node's address for workers on other nodes
@@ -143,10 +144,10 @@ class Agent:
         remove_folders_of_killed_agents(parent)
 
     def warm_up(self) -> None:
-        """Start the fork server if it is not running, without waiting for it.
+        """Start the fork server, unless it is already running, without waiting until it is ready.
 
-        The fork server imports modules only for workers without GPUs: importing torch or DeepSpeed may initialize CUDA,
-        and a process that has initialized CUDA must not fork.
+        The fork server imports modules only for workers without GPUs: importing torch or DeepSpeed may initialise CUDA,
+        and a process that has initialised CUDA must not fork.
         """
         with self.changed:
             if self.server is None:
@@ -154,7 +155,7 @@ class Agent:
                 threading.Thread(target=self._hear, args=(self.server,), name="fork server", daemon=True).start()
 
     def ping(self) -> None:
-        """Respond at once, even during `listen` and `start`, which may take minutes: the heartbeat."""
+        """Reply to a heartbeat at once, even during `listen` and `start`, which may take minutes."""
 
     def listen(self) -> int:
         """Return the port of the store that rank 0 of the next attempt will serve on this node."""
@@ -173,7 +174,7 @@ class Agent:
             return self.port
 
     def start(self, request: StartRequest) -> bool:
-        """Kill the workers of the previous attempt, and fork this node's workers of a new one.
+        """Kill the workers of the previous attempt, and fork this node's workers for a new attempt.
 
         Returns whether the attempt's folder on this node is separate from the driver's.
         """
@@ -211,7 +212,7 @@ class Agent:
             return self.files is not None
 
     def poll(self, news: int, wait_s: float, acknowledged: Mapping[str, Mark]) -> NodeReport:
-        """Return the state of the workers after `wait_s`, or at once if there are events after number `news`.
+        """Return the state of the workers after `wait_s`, or at once if there are events newer than number `news`.
 
         `acknowledged` contains the marks of file changes that the driver has written.
         """
@@ -244,7 +245,7 @@ class Agent:
                 self.files.acknowledge(acknowledged)
 
     def stop(self) -> bool:
-        """Request the workers to commit and exit; return whether any of them has started."""
+        """Tell the workers to commit and exit; return whether any worker has started."""
         with self.changed:
             # Every worker checks for this file.
             if self.workers:
@@ -255,7 +256,7 @@ class Agent:
     def end(self) -> str:
         """Kill the attempt's workers and their data loaders, and wait until they are gone.
 
-        Returns why the fork server had to be killed; "" if it works.
+        Returns why the fork server had to be killed; "" if it is healthy.
         """
         with self.changed:
             # A suspended fork server would not report that its workers have ended.
@@ -283,7 +284,7 @@ class Agent:
             return self.fault
 
     def close(self) -> None:
-        """Stop the fork server and all processes of this agent."""
+        """Stop the fork server and all other processes of this agent."""
         with self.changed:
             server = self.server
             self.server = None
@@ -292,7 +293,7 @@ class Agent:
         shutil.rmtree(self.base, ignore_errors=True)
 
     def _hear(self, server: ForkServer) -> None:
-        """Process the replies of a fork server until it ends; runs in a thread."""
+        """Process the replies from a fork server until the server ends; runs in a thread."""
         with suppress(EOFError, OSError):
             while True:
                 answer = server.connection.recv()
@@ -335,7 +336,7 @@ class Agent:
             server.close()
 
     def _end_frozen_server(self, limit_s: float) -> None:
-        """Kill the fork server if a signal has stopped it for `limit_s`; called repeatedly, with the lock held."""
+        """Kill the fork server if a signal has stopped the server for `limit_s`; called with the lock held."""
         if self.server is None or not self.server.is_stopped():
             self.stopped_since = math.inf
             return
@@ -355,7 +356,7 @@ class Agent:
 
 
 def remove_folders_of_killed_agents(parent: Path) -> None:
-    """Remove this user's agent folders whose lock is free. Every user of the machine may write to `parent`."""
+    """Remove this user's agent folders whose lock is not held. Every user of the machine may write to `parent`."""
     for other in parent.glob(f"{FOLDER_PREFIX}*"):
         # Another user may have created the folder, or a link or pipe of this name: do not open anything in it.
         if not (is_own(other) and is_own(other / LOCK)):
@@ -374,7 +375,7 @@ class OomKills:
         self.are_recent()
 
     def are_recent(self) -> bool:
-        """Return whether the kernel's counter has increased in the last OOM_WINDOW_S; False if it is unreadable.
+        """Return whether the kernel's OOM-kill counter rose within OOM_WINDOW_S; False if the counter is unreadable.
 
         This is called about once a second, so the oldest stored count is at least as old as the window.
         """

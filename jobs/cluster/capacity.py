@@ -1,4 +1,4 @@
-"""Compute the free room in a Ray cluster: how many workers fit on which nodes, and which campaigns hold the rest.
+"""Compute how many workers fit on which nodes of a Ray cluster, and which campaigns hold the other resources.
 
 The resources of one worker are called a share. A share is never split between nodes.
 
@@ -8,7 +8,7 @@ The resources of one worker are called a share. A share is never split between n
 room for 1 of 2 workers of 4 CPUs; free: 6 CPUs on n1; held: 8 CPUs by /runs/photographs
 
 Only public interfaces of Ray are used: its list of nodes, its table of placement groups, and the status printed by
-`ray status`, which takes one request to the head.
+`ray status`, which sends one request to the head.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ Resources = Mapping[str, float]  # Ray's resource name → amount
 
 @dataclass(frozen=True)
 class ClusterState:
-    """The total and free resources of a cluster's alive nodes, by node id."""
+    """The total and free resources of a cluster's live nodes, by node id."""
 
     total: dict[str, dict[str, float]]
     free: dict[str, dict[str, float]]
@@ -37,7 +37,7 @@ class ClusterState:
 
     @classmethod
     def now(cls, without: Set[str] = frozenset()) -> "ClusterState":
-        """Request the current state from the head, excluding the nodes in `without`. Thread-safe."""
+        """Query the head for the current state, excluding the nodes in `without`. Thread-safe."""
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
         total: dict[str, dict[str, float]] = {}
         free: dict[str, dict[str, float]] = {}
@@ -65,12 +65,12 @@ class ClusterState:
 
     @property
     def staying(self) -> dict[str, dict[str, float]]:
-        """Return the free resources, excluding draining nodes."""
+        """Return the free resources by node, excluding draining nodes."""
         return {node: resources for node, resources in self.free.items() if node not in self.draining}
 
 
 def room_for(share: Mapping[str, int], nodes: Mapping[str, Resources]) -> int:
-    """Return how many workers fit on the nodes, if the resources of one worker are never split between nodes."""
+    """Return how many workers fit on the nodes; the resources of one worker are never split between nodes."""
     workers = 0
     for resources in nodes.values():
         workers += min(int(resources.get(name, 0) // count) for name, count in share.items())
@@ -78,7 +78,7 @@ def room_for(share: Mapping[str, int], nodes: Mapping[str, Resources]) -> int:
 
 
 def missing(workers: int, share: Mapping[str, int], open_to_us: Mapping[str, Resources], cluster: ClusterState) -> str:
-    """Describe why workers have to wait: how many fit, free resources by node, and which campaigns hold the rest."""
+    """Describe why workers must wait: how many fit, what is free on each node, and which campaigns hold the rest."""
     parts = [f"room for {min(room_for(share, open_to_us), workers)} of {workers} workers of {in_words(share)}"]
     room_when_empty = room_for(share, cluster.total)
     if room_when_empty < workers:

@@ -1,9 +1,9 @@
 """Elastic training: decide how many workers the next attempt uses, and when to stop an attempt to scale up.
 
 1. A thread checks every few seconds how many workers the cluster has room for. It is a separate thread because an
-   unreachable head responds late.
+   unreachable head delays the reply.
 2. A scale-up is possible only after new nodes have stayed in the cluster for `patience_s`.
-3. At the first commit after that, the workers are requested to stop, which loses no step. The next attempt uses all
+3. At the first commit after that, the workers are told to stop, so no step is lost. The next attempt uses all
    places that are free by then.
 4. If the next attempt does not get the places, because another campaign took them or the nodes have left, the run does
    not try to scale up for ten minutes. The same applies if the larger attempt ends without a commit, because a new node
@@ -28,7 +28,7 @@ LONGEST_AGAIN_S = 86_400.0
 
 @dataclass(frozen=True)
 class Proven:
-    """The number of workers and the nodes of an attempt that has committed."""
+    """The number of workers and the nodes of an attempt that has committed a checkpoint."""
 
     world: int
     nodes: Set[str]
@@ -51,7 +51,7 @@ class Sizes:
         return [world for world in self.worlds if self.limit is None or world <= self.limit]
 
     def begins(self, world: int) -> None:
-        """Record that an attempt has places for `world` workers; if these are too few, postpone the next scale-up."""
+        """Record that an attempt has places for `world` workers; if the target was higher, postpone scaling up."""
         if world < self.target:
             self.postpone_growth()
         self.target = 0
@@ -68,7 +68,7 @@ class Sizes:
         self.proven = Proven(world, nodes)
 
     def fall_back(self, world: int) -> Proven | None:
-        """Return the proven attempt to fall back to after a larger one failed to commit; None if it was not larger."""
+        """Return the smaller proven attempt to fall back to after a failure with `world` workers, or None."""
         if self.proven is None or world <= self.proven.world:
             return None
         self.limit = self.proven.world
@@ -76,14 +76,14 @@ class Sizes:
         return self.proven
 
     def postpone_growth(self) -> None:
-        """Suspend scale-up for a cooldown period, which doubles with each failure up to a limit."""
+        """Postpone scaling up for a cooldown period, which doubles with each failure up to a limit."""
         self.not_before = self.clock() + min(AGAIN_S * 2**self.failures, LONGEST_AGAIN_S)
         self.failures += 1
 
 
 @dataclass
 class Growth:
-    """Watches the cluster during one attempt, and determines when the attempt should stop to scale up."""
+    """Watches the cluster during an attempt, and decides when the attempt should stop to scale up."""
 
     larger: Sequence[int]  # larger numbers of workers that the stage allows
     patience_s: float
@@ -99,7 +99,7 @@ class Growth:
     has_ended: threading.Event = field(default_factory=threading.Event)  # set when the attempt ends
 
     def start(self) -> None:
-        """Start the thread if the stage allows more workers; setting `has_ended` stops it."""
+        """Start the thread if the stage allows more workers; setting `has_ended` stops the thread."""
         # Use a daemon thread, because the driver may exit while it waits for a response.
         if self.larger:
             threading.Thread(target=self.watch, name="growth", daemon=True).start()
@@ -112,7 +112,7 @@ class Growth:
                 self.look()
 
     def look(self) -> None:
-        """Check once how many workers the cluster has room for."""
+        """Check how many workers the cluster has room for now."""
         room = self.room()
         now = self.clock()
         since = {}
@@ -125,7 +125,7 @@ class Growth:
             self.step = self.last_step()
 
     def is_due(self) -> bool:
-        """Return whether to stop this attempt so that the next one can use more workers.
+        """Return whether to stop this attempt so that the next attempt can use more workers.
 
         This is true if there has been room for `patience_s`, and a checkpoint was committed after that. Once true, it
         stays true.

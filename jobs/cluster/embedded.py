@@ -5,11 +5,11 @@
 1. `start` creates the cluster's directory and starts the guard in a separate session. The driver does not wait, so that
    Ray starts during the driver's imports.
 2. The guard runs `ray start --head` with free ports on 127.0.0.1, and with a token that only this user can read. If
-   workers need GPUs, it passes the number of GPUs that torch sees, because Ray finds none without NVML. Then it writes
-   "ready host:port", or "failed" and the reason, to its standard output.
+   workers need GPUs, it passes the number of GPUs that torch sees, because Ray detects no GPUs without NVML. Then it
+   writes "ready host:port", or "failed" and the reason, to its standard output.
 3. The driver reads that line when it joins the cluster (ray.py).
-4. The guard waits until its standard input is closed: by `end`, when the driver exits, or when the driver is killed.
-   Then it kills every process of its session, which includes all of Ray's, and removes the directory.
+4. The guard waits until its standard input is closed, either by `end` or because the driver exits or is killed.
+   Then it kills every process in its session, including all Ray processes, and removes the directory.
 
 Ray's own fate sharing is not enough: after the head is killed, its agents keep running for 40 s or more, and the
 directory is never removed. Ray is not imported here, so that the cluster can start before that slow import
@@ -66,7 +66,7 @@ EMBEDDED_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Embedded:
-    """A cluster started by this process; it may not be ready to join yet."""
+    """A cluster started by this process; the cluster may not be ready to join yet."""
 
     guard: subprocess.Popen[str]
     directory: Path  # ours (mode 0700); Ray's own directory inside it is open to everybody (0777)
@@ -81,7 +81,7 @@ _started: list[Embedded] = []  # at most one
 
 
 def is_wanted() -> bool:
-    """Return whether an embedded cluster is needed, because RAY_ADDRESS does not name an existing one."""
+    """Return whether an embedded cluster is needed, because RAY_ADDRESS does not name an existing cluster."""
     return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
@@ -99,7 +99,7 @@ def is_too_small(cluster: ClusterConfig) -> bool:
 
 
 def start(cluster: ClusterConfig) -> Embedded:
-    """Start an embedded cluster with enough CPUs for these workers, without waiting for it; stop a smaller one.
+    """Start, without waiting, an embedded cluster with enough CPUs for these workers; first stop a smaller one.
 
     Raises ClusterError if the token cannot be stored, and OSError.
     """
@@ -144,7 +144,7 @@ def start(cluster: ClusterConfig) -> Embedded:
 def end(*, waits: bool = True) -> None:
     """Stop the embedded cluster, if it is running: kill all its processes and remove its temporary directory.
 
-    With `waits=False`, return at once and leave this to the guard.
+    With `waits=False`, return at once and leave the cleanup to the guard.
     """
     while _started:
         del os.environ[LOOPBACK_ONLY]
@@ -159,7 +159,7 @@ def end(*, waits: bool = True) -> None:
 
 
 def short_directory() -> Path:
-    """Create a temporary directory with a path short enough for Ray's socket names below it."""
+    """Create a temporary directory whose path is short enough for the names of Ray's sockets in it."""
     longest = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - DIRECTORY_NAME_BYTES
     chosen = "/tmp"
     # Prefer the user's choice, unless Ray would fail: "AF_UNIX path length cannot exceed 107 bytes".
@@ -174,12 +174,12 @@ def short_directory() -> Path:
 
 
 def token_path() -> Path:
-    """Return the path from which Ray reads the token, unless RAY_AUTH_TOKEN contains it."""
+    """Return the path from which Ray reads the token if RAY_AUTH_TOKEN does not contain it."""
     return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or home() / ".ray" / "auth_token")
 
 
 def make_token() -> None:
-    """Enable Ray's token authentication; if there is no token yet, create one that only this user can read.
+    """Enable Ray's token authentication; if there is no token yet, create a token that only this user can read.
 
     Call this before Ray is imported, because Ray reads RAY_AUTH_MODE at import. Raises ClusterError.
     """
@@ -278,7 +278,7 @@ def main() -> None:
 
 
 def gpu_option() -> list[str]:
-    """Return the option of `ray start` with the number of GPUs that torch sees; [] if there are none."""
+    """Return the `ray start` option for the number of GPUs that torch sees; [] if torch sees no GPUs."""
     # Import torch in a separate process: it takes 0.3 GB, and the guard runs as long as the command.
     done = subprocess.run([sys.executable, "-P", "-c", COUNT_GPUS], capture_output=True, text=True)
     count = done.stdout.strip()
@@ -288,7 +288,7 @@ def gpu_option() -> list[str]:
 
 
 def clear(directory: str) -> None:
-    """Kill all processes of this session and their children; then remove the directory."""
+    """Kill all processes in this session and their children; then remove the directory."""
     session = os.getsid(0)
     deadline = time.monotonic() + CLEAR_S
     while time.monotonic() < deadline:

@@ -1,7 +1,7 @@
 """Find the worker that caused an attempt to fail, from the records of all workers.
 
-When a worker dies, all its peers raise within 0.1 s, because their collectives lose a member. Most reported errors are
-therefore consequences; `first_failure` finds the cause.
+When a worker dies, all its peers raise within 0.1 s, because their collectives have lost a member. Most reported errors
+are therefore consequences; `first_failure` finds the cause.
 """
 
 import errno
@@ -64,7 +64,7 @@ class WorkerGroupError(Exception):
 
 
 class StageFailed(PatchlineError):
-    """A stage failed for a reason that a restart cannot fix; carries the worker's exit code and exception class."""
+    """A stage failed for a reason that a restart cannot fix; has the worker's exit code and exception class."""
 
     def __init__(self, message: str, exit_code: int, kind: str = "") -> None:
         super().__init__(message)
@@ -74,7 +74,7 @@ class StageFailed(PatchlineError):
 
 @dataclass(frozen=True)
 class Evidence:
-    """The last reported states of an attempt's workers, by rank."""
+    """The last reported state of each worker in an attempt, by rank."""
 
     folder: Path  # the attempt's folder
     world: int
@@ -84,7 +84,7 @@ class Evidence:
     losses: Mapping[int, str]  # ranks on lost nodes → how the node was lost
 
     def ends(self) -> dict[int, WorkerRecord]:
-        """Return the records of the ended workers."""
+        """Return the records of the workers that have ended."""
         ends = {}
         for rank, state in self.states.items():
             if state.record is not None and "ended" in state.record:
@@ -92,7 +92,7 @@ class Evidence:
         return ends
 
     def deaths(self) -> dict[int, str]:
-        """Return the causes of death of the workers that ended without writing a record.
+        """Return the cause of death of each worker that ended without writing a record.
 
         A lost node does not count if any worker has requested an exit code, because a drained node disappears as soon
         as its workers have committed.
@@ -109,7 +109,7 @@ class Evidence:
         return deaths
 
     def grace_s(self) -> float:
-        """Return how many seconds to wait for better evidence after a failure; infinite if nothing has failed."""
+        """Return how many seconds to wait for further evidence after a failure; infinity if nothing has failed."""
         raised = [record for record in self.ends().values() if "error" in record]
         if any(record["exit_code"] is not None or has_lost_a_peer(record) for record in raised):
             return ASKED_TO_END_S
@@ -119,7 +119,7 @@ class Evidence:
         return ASKED_TO_END_S if self.losses else math.inf
 
     def silent_failure(self, rank: int, cause: str) -> WorkerGroupError:
-        """Return the error of a worker that has recorded no exception, with the stack traces from its log."""
+        """Return the error for a worker that recorded no exception, with the stack traces from its log."""
         log = worker_file(self.folder, rank, ".log")
         stacks = ""
         # A worker that died very early has no log yet.
@@ -128,13 +128,13 @@ class Evidence:
         return WorkerGroupError(rank, self.node_names.get(rank, "an unknown node"), cause, stacks)
 
     def first_failure(self) -> WorkerGroupError | None:
-        """Return the error of the worker that caused the attempt to fail; None if all workers have returned.
+        """Return the error of the worker that made the attempt fail; None if the function has returned on all workers.
 
         The first match wins:
         1. a worker that died without writing a record, because a death makes all its peers raise;
         2. the earliest worker that requested an exit code: it ended on purpose, and the others crashed because of it;
-        3. the earliest worker that raised. Each time is from the clock of the worker's node, so across nodes, the order
-           is only as accurate as the clocks.
+        3. the earliest worker that raised. Times are from the clocks of the workers' nodes, so across nodes, the order
+           is only as accurate as these clocks.
         """
         deaths = self.deaths()
         if deaths:
@@ -185,7 +185,7 @@ class Evidence:
 
 
 def has_lost_a_peer(record: WorkerRecord) -> bool:
-    """Return whether a worker ended only because a collective lost another member."""
+    """Return whether a worker failed only because another member of a collective was lost."""
     if "error" not in record or record["exit_code"] is not None or OUT_OF_FILES in record["error"]:
         return False
     return record["kind"] in COLLECTIVE_ERRORS and COLLECTIVE_WORDS.search(record["error"]) is not None

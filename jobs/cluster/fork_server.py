@@ -1,11 +1,11 @@
 """A fork server: a process that imports the workers' modules once and forks a worker in 0.1 s instead of 3 to 6 s.
 
-    python -m jobs.cluster.fork_server CONNECTION LIFELINE FOLDER [imports]      two inherited file descriptors
+    python -m jobs.cluster.fork_server CONNECTION LIFELINE FOLDER [imports]      with two inherited file descriptors
 
-1. Its agent (agent.py) starts it. It imports torch, DeepSpeed and other modules while the driver still prepares.
+1. Its agent (agent.py) starts it. It imports torch, DeepSpeed and other modules while the driver is still preparing.
 2. It receives requests through the connection and replies to each:
 
-       Listen("10.0.0.1")        →  Listening(34530)       the port of the next rank 0's store
+       Listen("10.0.0.1")        →  Listening(34530)       the port for the next rank 0's store
        WorkerSpec(rank 3, …)    →  Forked(3, pid=4711)
 
 3. When a worker ends, it kills the rest of the worker's process group and sends WorkerEnded(4711, -9).
@@ -13,7 +13,7 @@
    and exits.
 
 The imports must not start threads or use GPUs, because neither survives a fork. If workers use GPUs, nothing is
-imported here and each worker imports separately: a forked process can use CUDA only if its parent has never initialized
+imported here and each worker imports separately: a forked process can use CUDA only if its parent has never initialised
 it.
 """
 
@@ -84,10 +84,10 @@ class WorkerEnded:
 
 
 class ForkServer:
-    """The agent's handle of a fork server: its child process, and a connection for requests and replies."""
+    """The agent's handle to its fork server: the child process, and a connection for requests and replies."""
 
     def __init__(self, folder: Path, *, has_gpus: bool) -> None:
-        """Start the process. It removes `folder` when it ends, and imports nothing if workers have GPUs."""
+        """Start the process, which removes `folder` when it ends, and imports nothing if the workers use GPUs."""
         ours, theirs = socket.socketpair()
         lifeline, self.lifeline = os.pipe()
         self.connection = Connection(ours.detach())
@@ -107,7 +107,7 @@ class ForkServer:
     def launch(
         self, words: Sequence[str], environment: Mapping[str, str], handles: Sequence[int]
     ) -> subprocess.Popen[bytes]:
-        """Start the process with these inherited file descriptors."""
+        """Start the fork server process; it inherits these file descriptors."""
         # Block signals until the new process has installed its handlers; it inherits the mask and unblocks them.
         blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def import_for_workers() -> None:
-    """Import the modules that all workers need; ignore errors, because a worker raises them again with its rank."""
+    """Import the modules that all workers need; ignore errors, because each worker will raise them with its rank."""
     for name in PRELOAD:
         with suppress(Exception):
             importlib.import_module(name)

@@ -3,8 +3,8 @@
 A stage's folder then has the same path on every node, but is a separate folder on each.
 
 1. Before the workers start, `NodeFiles.begin` prepares the folders on every node: the attempt's folder, empty folders
-   of earlier attempts, and the few files that one attempt passes to the next. It also detects whether the node's folder
-   is the driver's after all; then nothing needs to be copied.
+   for earlier attempts, and the few files that one attempt passes to the next. It also detects whether the node and the
+   driver do share the folder, so that nothing needs to be copied.
 2. With every report, the agent sends new, changed or longer files, which `NodeFiles.look` returns:
 
        Change("attempts/attempt-000001/rank-00003.json", b'{"rank": 3, …', is_appended=False, mark=(311, 1764…))
@@ -12,10 +12,10 @@ A stage's folder then has the same path on every node, but is a separate folder 
 
 3. `apply_changes` writes these changes to the driver's folders, under the same names.
 4. The driver acknowledges each written change by its `mark`. Only then does the node record it as sent, so that a lost
-   answer loses no file and no log line is copied twice.
+   reply loses no file, and no log line is copied twice.
 
 There are two kinds of files:
-- complete files: `rank-*` of the attempt, and files carried between attempts. They are sent as a whole after each
+- complete files: `rank-*` of the attempt, and files carried between attempts. The whole file is sent after each
   change;
 - appended files: log.txt, metrics.jsonl and TensorBoard's files, to which several nodes and the driver append. Only the
   new part is sent. The node records its position in `sent.json` for this and later attempts.
@@ -75,7 +75,7 @@ class NodeFiles:
         """Prepare the folders for the workers; if the node shares the driver's folders, do nothing and return False.
 
         `carried` contains the files that one attempt passes to the next; None for a missing file. `earlier` contains
-        the folder names of the stage's earlier attempts.
+        the names of the folders of the stage's earlier attempts.
         """
         with suppress(OSError):
             if (self.attempt / TOKEN).read_text() == token:
@@ -145,7 +145,7 @@ class NodeFiles:
         return changes
 
     def acknowledge(self, acknowledged: Mapping[str, Mark]) -> None:
-        """Record the changes that the driver has written: file name → mark of the change."""
+        """Record which changes the driver has written: file name → mark of the change."""
         has_grown = False
         for name, mark in acknowledged.items():
             if name in self.grown:
@@ -178,7 +178,7 @@ def mark_driver_folder(attempt: Path, token: str) -> None:
 
 
 def apply_changes(stage: Path, changes: Iterable[Change]) -> dict[str, Mark]:
-    """Write a node's changes to the driver's folder of the stage; return file name → mark of each written change.
+    """Write a node's changes to the driver's copy of the stage's folder; return file name → mark for each change.
 
     Raises DataError if a file name leads outside the stage's folder.
     """
@@ -200,7 +200,7 @@ def apply_changes(stage: Path, changes: Iterable[Change]) -> dict[str, Mark]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Replace a file atomically, without flushing it, because nobody reads it after a power failure."""
+    """Replace a file atomically, without fsync, because its content is not needed after a power failure."""
     temporary = temporary_name(path)
     temporary.write_bytes(content)
     os.replace(temporary, path)

@@ -30,7 +30,7 @@ Nodes: TypeAlias = "ThisMachine | RayNodes"
 
 
 class ThisMachine:
-    """Workers in processes of this machine, without Ray: a single node, whose agent is an object in the driver."""
+    """Workers as processes on this machine, without Ray: a single node, whose agent is an object in the driver."""
 
     own_node = ""  # id of the driver's node
 
@@ -41,11 +41,11 @@ class ThisMachine:
         self.threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="agent")
 
     def warm_up(self) -> None:
-        """Start slow preparations of the workers early, as far as they take no resources from other users."""
+        """Start slow preparations for the workers early, unless they would take resources from other users."""
         self.agent.warm_up()
 
     def reserve(self, run: str, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> int:
-        """Reserve places for as many workers as possible; return their number, one of `worlds` (largest first).
+        """Reserve places for as many workers as possible; return the number, which is in `worlds` (largest first).
 
         `run` is the name under which other users see the reservation. `on_tick` is called several times a second
         during the wait and may end it by raising an exception. Raises ClusterError; on this machine, only if it has too
@@ -74,31 +74,31 @@ class ThisMachine:
         return self.threads.submit(getattr(self.agent, method), *arguments)
 
     def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
-        """Return for each agent how its node was lost, or "" if it was not; stop using lost nodes.
+        """Return how each agent's node was lost ("" for a node that was not lost); stop using lost nodes.
 
         `asked` pairs each agent with the exception of its last call, or with None if that call has not returned.
         """
         return [""] * len(asked)
 
     def give_up(self, agent: NodeAgent) -> None:
-        """Kill an agent that does not respond and its workers, and avoid its node; the next attempt starts another."""
+        """Kill an unresponsive agent and its workers, and avoid its node; the next attempt starts a new agent."""
 
     def room(self) -> int:
-        """Return how many workers the cluster can hold now, including the running ones. Thread-safe."""
+        """Return how many workers the cluster can hold now, including running workers. Thread-safe."""
         return 0  # this machine never gets more places
 
     def status(self) -> tuple[Set[str], Set[str]]:
-        """Return the ids of draining nodes, and of other nodes that have room for another worker. Thread-safe."""
+        """Return the ids of draining nodes, and of other nodes with room for a worker. Thread-safe."""
         return frozenset(), frozenset()
 
     def warm_up_spares(self, spare: Set[str]) -> None:
         """Start agents on a few of these spare nodes, in case the next attempt moves there."""
 
     def avoid(self, node_ids: Sequence[str]) -> None:
-        """Do not place the next attempt on these nodes, if the others have enough room."""
+        """Do not place the next attempt on these nodes if the other nodes have enough room."""
 
     def stay_on(self, node_ids: Set[str]) -> None:
-        """Place the next attempts only on these nodes, if they have enough room."""
+        """Place the next attempts only on these nodes if they have enough room."""
 
     def identities(self) -> Mapping[str, Identity]:
         """Return the code and package versions of every node that can be excluded, by node id."""
@@ -112,7 +112,7 @@ class ThisMachine:
         return 0
 
     def gpus_present(self) -> tuple[int, str]:
-        """Return the number of GPUs, and whether they belong to this "machine" or to a "cluster"."""
+        """Return the number of GPUs, and where they are: "machine" (this one) or "cluster"."""
         # torch also respects CUDA_VISIBLE_DEVICES. Imported here, because torch takes a second to import.
         import torch
 
@@ -142,7 +142,7 @@ def nodes_of(cluster: ClusterConfig) -> Nodes:
 
 
 def start_early(cluster: ClusterConfig) -> None:
-    """Start the fork server or an embedded Ray cluster early, because it takes seconds."""
+    """Start the fork server or an embedded Ray cluster early, because this takes seconds."""
     if cluster.backend == "processes":
         nodes_of(cluster).warm_up()
     # An existing cluster is joined only when workers are needed.

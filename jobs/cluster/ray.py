@@ -1,4 +1,5 @@
-"""Connect this process to a Ray cluster: the one at RAY_ADDRESS, or an embedded one that ends with this process.
+"""Connect this process to a Ray cluster: the cluster at RAY_ADDRESS, or an embedded cluster that ends with this
+process.
 
 Steps of `connect`:
 1. Stop an embedded cluster that has too few CPUs or no GPUs for these workers.
@@ -62,7 +63,7 @@ _dashboards: list[str] = []  # dashboard URL of the joined cluster; at most one
 
 
 def connect(cluster: ClusterConfig) -> ClusterInfo:
-    """Join the cluster at RAY_ADDRESS, or an embedded one that ends with this process.
+    """Join the cluster at RAY_ADDRESS, or an embedded cluster that ends with this process.
 
     Raises ClusterError if the cluster does not exist or refuses the connection, and UsageError if the checkout contains
     a link that must not be shipped.
@@ -127,7 +128,7 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
 
 
 def disconnect() -> None:
-    """Leave the cluster; stop an embedded one and remove its temporary directory."""
+    """Leave the cluster; if it is embedded, stop it and remove its temporary directory."""
     if _is_joined():
         import ray
 
@@ -143,7 +144,7 @@ def _is_joined() -> bool:
 
 
 def _join_embedded(cluster: ClusterConfig) -> None:
-    """Join the embedded cluster, starting it if it was not started early; stop it if joining fails."""
+    """Join the embedded cluster, starting it first unless it was started early; stop it if joining fails."""
     started = embedded.start(cluster)
     try:
         # The guard writes one line when the cluster can be joined.
@@ -200,7 +201,7 @@ def _keep_sigterm_handler(work: Callable[[], Any]) -> Any:
 
 
 def require_reachable(address: str) -> None:
-    """Raise ClusterError if no server listens at HOST:PORT or a URL. Ray itself takes a minute to report less."""
+    """Raise ClusterError if no server listens at HOST:PORT or a URL. Ray itself takes a minute and reports less."""
     try:
         # urlsplit recognizes host and port only after a scheme, so add one.
         with_scheme = address
@@ -240,7 +241,7 @@ def require_ray(address: str) -> None:
 
 
 def explain(error: Exception, address: str) -> ClusterError:
-    """Convert an exception of Ray to a ClusterError with the reason and a remedy."""
+    """Convert an exception raised by Ray to a ClusterError with a reason and a remedy."""
     # Ray wraps exceptions: the relevant words may be in the error, its cause or its context.
     reasons = []
     for link in (error, error.__cause__, error.__context__):

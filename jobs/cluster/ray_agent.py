@@ -1,4 +1,4 @@
-"""A node's agent as a Ray actor, which also reports the node's workers to Prometheus."""
+"""A node's agent as a Ray actor, which also exports a Prometheus gauge for each worker on the node."""
 
 import signal
 import threading
@@ -17,7 +17,7 @@ WORKER_GAUGE = "patchline_worker"
 
 
 class RayAgent(Agent):
-    """The agent as a Ray actor; it also sets the gauge ray_patchline_worker to 1 for each worker on its node."""
+    """An agent as a Ray actor; also sets the gauge ray_patchline_worker to 1 for each worker on its node."""
 
     def __init__(self, has_gpus: bool) -> None:
         super().__init__(ray.util.get_node_ip_address(), has_gpus=has_gpus)
@@ -27,7 +27,7 @@ class RayAgent(Agent):
         threading.Thread(target=self.show_workers, daemon=True).start()
 
     def show_workers(self) -> None:
-        """Set the gauge periodically; in Prometheus, its label `instance` joins it with Ray's metrics of the node."""
+        """Set the gauge periodically; in Prometheus, its `instance` label joins it with Ray's metrics for the node."""
         gauge = Gauge(WORKER_GAUGE, "1 for each worker on this node", tag_keys=("run", "stage", "rank"))
         while True:
             with self.changed:
@@ -46,6 +46,6 @@ class RayAgent(Agent):
 
 
 def call_actor(actor: Any, method: str, *arguments: object) -> "Future[Any]":
-    """Call a method of an agent's actor; return a future of its result."""
+    """Call a method of an agent's actor; return a future for the result."""
     future: Future[Any] = getattr(actor, method).remote(*arguments).future()
     return future

@@ -48,7 +48,7 @@ class RayNodes(RayPlaces):
     # -------------------------------------------------------------------- agents
 
     def warm_up(self) -> None:
-        """Start agents early on the nodes that will probably get workers, because their imports take seconds.
+        """Start agents early on the nodes that will probably get workers, because the agents' imports take seconds.
 
         Raises ClusterError at once if an embedded cluster is too small.
         """
@@ -114,8 +114,8 @@ class RayNodes(RayPlaces):
     def warm_up_spares(self, spare: Set[str]) -> None:
         """Start agents on a few of these spare nodes, in case the next attempt moves there.
 
-        If workers use GPUs, start none: their agents import nothing early, and an autoscaler does not remove a node
-        with an agent.
+        If workers use GPUs, start no agents: these agents would import nothing early, and an autoscaler does not remove
+        a node with an agent.
         """
         if self.cluster.gpus_per_worker:
             return
@@ -124,7 +124,7 @@ class RayNodes(RayPlaces):
             self.start_agent(node_id)
 
     def start_agent(self, node_id: str) -> Any:
-        """Return the actor of a node's agent; start it if it is not running."""
+        """Return the actor of a node's agent; start the actor if it is not running."""
         if node_id not in self.actors:
             self.actors_started += 1
             remote: Any = ray.remote(RayAgent).options(
@@ -147,13 +147,13 @@ class RayNodes(RayPlaces):
         self.actors.pop(node_id, None)
 
     def give_up(self, agent: NodeAgent) -> None:
-        """Kill an agent that does not respond and its workers, and avoid its node."""
+        """Kill an unresponsive agent and its workers, and avoid its node."""
         self.avoid([agent.node_id])
         # Ray kills a frozen process after 5 s; its fork server and workers end with it.
         self.end_agent(agent.node_id)
 
     def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
-        """Return for each agent how it or its node was lost, or "" if it was not; stop using lost ones.
+        """Return how each agent or its node was lost ("" if neither was); stop using lost agents and nodes.
 
         Ray is queried only once and all nodes are probed in parallel, so a rack without power costs a single timeout.
         """
@@ -195,7 +195,7 @@ class RayNodes(RayPlaces):
         return state.draining, spare
 
     def stay_on(self, node_ids: Set[str]) -> None:
-        """Avoid all other nodes in the next attempts."""
+        """Place the next attempts only on these nodes, by avoiding all others."""
         self.avoid(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in node_ids)
 
     def exclude(self, node_ids: Set[str], least: int) -> int:
@@ -219,9 +219,9 @@ class RayNodes(RayPlaces):
 def run_on_nodes(
     function: Callable[..., Any], *arguments: object, without: Collection[str], timeout_s: float
 ) -> tuple[list[tuple[str, Any]], dict[str, str]]:
-    """Run a function once on each alive node, except on those whose ids are in `without`.
+    """Run a function once on each live node, except for the nodes whose ids are in `without`.
 
-    Returns (node id, value) pairs, and node name → reason for nodes without a value. Nothing is reserved, so the
+    Returns (node id, value) pairs, and node name → reason for each node without a value. Nothing is reserved, so the
     function also runs on nodes filled by other campaigns.
     """
     remote_function: Any = ray.remote(num_cpus=0, max_retries=0)(function)

@@ -1,17 +1,17 @@
 """Reserve places for a campaign's workers in a Ray cluster. A place is the CPUs and GPUs of one worker.
 
-1. `reserve` requests a placement group from Ray. Each bundle holds the places of one or more workers on a single node.
-   Ray's scheduler queues the request with all others, and an autoscaler sees what is needed.
+1. `reserve` requests a placement group from Ray. Each bundle contains the places of one or more workers on a single
+   node. Ray's scheduler queues the request with all other requests, and an autoscaler sees what is needed.
 2. As long as there is not enough room, a message reports how many workers fit and which campaigns hold the rest.
-3. Places are kept when an attempt fails, so that no other campaign takes them before the next attempt. New places are
-   requested if one of the nodes is about to leave or does not respond.
+3. Places stay reserved when an attempt fails, so that no other campaign takes them before the next attempt. New places
+   are requested if one of the nodes is about to leave or does not respond.
 4. Ray releases all places when this process leaves the cluster.
 
 If `cluster.workers` is a range, its maximum is requested first, so that an autoscaler sees it. After `patience_s`, the
 largest number of workers that fits is requested instead. Between attempts, the places are exchanged for more places if
 more workers fit.
 
-Excluded nodes are never used. Avoided nodes are used only if the others have too little room.
+Excluded nodes are never used. Avoided nodes are used only if the other nodes have too little room.
 """
 
 import math
@@ -74,7 +74,7 @@ def takes_connections(node: Mapping[str, Any]) -> bool:
 
 
 def without_nodes(node_ids: Set[str], bundles: int) -> list[dict[str, str]] | None:
-    """Return label selectors that exclude these nodes, for a number of bundles; None if there is no node to exclude."""
+    """Return label selectors that exclude these nodes, one per bundle; None if there are no nodes to exclude."""
     if not node_ids:
         return None
     # No space after the comma: Ray would include it in the next node id.
@@ -82,9 +82,9 @@ def without_nodes(node_ids: Set[str], bundles: int) -> list[dict[str, str]] | No
 
 
 def bundle_sizes(workers: int, rooms: Iterable[int]) -> list[int]:
-    """Return the number of workers in each bundle, if the nodes have room for `rooms` workers.
+    """Return the number of workers in each bundle, given that the nodes have room for `rooms` workers.
 
-    One bundle takes all free room of a node: on 1,000 nodes with room for eight workers each, Ray places 1,000 bundles
+    One bundle takes all free room on a node: on 1,000 nodes with room for eight workers each, Ray places 1,000 bundles
     instead of 8,000. Workers for which there is no room yet get one bundle each, because the size of future nodes is
     unknown.
     """
@@ -102,7 +102,7 @@ def largest_within(worlds: Sequence[int], room: int) -> int:
 
 
 class RayPlaces:
-    """The places that this process holds or requests in its Ray cluster."""
+    """The places that this process has reserved or requested in its Ray cluster."""
 
     def __init__(self, cluster: ClusterConfig, *, is_embedded: bool) -> None:
         self.cluster = cluster
@@ -123,9 +123,9 @@ class RayPlaces:
         return share
 
     def reserve(self, run: str, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> int:
-        """Wait for places, and return how many workers have one.
+        """Wait for places, and return how many workers have a place.
 
-        Returns at once if this process already holds suitable places, none of their nodes is leaving, and no larger
+        Returns at once if this process already has suitable places, none of their nodes is leaving, and no larger
         number of workers fits. `on_tick` is called several times a second and may end the wait by raising an exception.
         Raises ClusterError after `wait_s`, or at once if an embedded cluster is too small.
         """
@@ -190,17 +190,17 @@ class RayPlaces:
         return room
 
     def gpus_present(self) -> tuple[int, str]:
-        """Return the number of GPUs, and whether they belong to this "machine" or to a "cluster"."""
+        """Return the number of GPUs, and where they are: "machine" (this one) or "cluster"."""
         place = "machine" if self.is_embedded else "cluster"
         return int(ray.cluster_resources().get("GPU", 0)), place
 
     @property
     def workers_held(self) -> int:
-        """Return the number of workers for which this process holds places."""
+        """Return the number of workers for which this process has reserved places."""
         return self.reservation.workers if self.reservation else 0
 
     def nodes_held(self, world: int) -> set[str]:
-        """Return the ids of the nodes that hold the first `world` places."""
+        """Return the ids of the nodes with the first `world` places."""
         if self.reservation is None:
             return set()
         return set(self.places(world))
@@ -225,7 +225,7 @@ class RayPlaces:
             remove_placement_group(reservation.group)
 
     def room(self) -> int:
-        """Return how many workers the cluster can hold now, including those with a place. Thread-safe."""
+        """Return how many workers the cluster can hold now, including workers with a place. Thread-safe."""
         # Campaigns that wait for places take precedence over a scale-up.
         if self.has_pending_requests():
             return self.workers_held
@@ -319,7 +319,7 @@ class RayPlaces:
         return missing(workers, self.share, self._open_to_us(state, set()), state)
 
     def _adjust_request(self, worlds: Sequence[int], log: Callable[[str], None], *, is_patient: bool) -> bool:
-        """Adjust the request to the room in the cluster; return whether it is for fewer workers than the maximum.
+        """Fit the request to the room in the cluster; return whether it is now below the maximum number of workers.
 
         If `is_patient`, only the sizes of the bundles change, and the number of workers stays the same.
         """
@@ -347,7 +347,7 @@ class RayPlaces:
         return world < worlds[0]
 
     def _open_to_us(self, state: ClusterState, avoided: Set[str]) -> dict[str, Counter[str]]:
-        """Return the resources that this process can use on each node: free ones and those it holds."""
+        """Return the resources that this process can use on each node: the free ones and its own."""
         nodes: dict[str, Counter[str]] = {}
         for node, resources in state.staying.items():
             if node not in avoided:
@@ -365,7 +365,7 @@ class RayPlaces:
     # -------------------------------------------------------------------- avoided and excluded nodes
 
     def avoid(self, node_ids: Iterable[str]) -> None:
-        """Avoid these nodes in new placements for AVOID_S, if the others have enough room."""
+        """Avoid these nodes in new placements for AVOID_S if the other nodes have enough room."""
         for node_id in node_ids:
             self.avoided[node_id] = time.monotonic()
 
@@ -380,7 +380,7 @@ class RayPlaces:
         return {node for node in nodes - self.excluded if now > self.avoided[node] + MISSED_S}
 
     def _avoided_for(self, least: int, state: ClusterState) -> set[str]:
-        """Return the nodes on which no worker may be placed: excluded and avoided nodes.
+        """Return the nodes to exclude from a placement: excluded and avoided nodes.
 
         If the other nodes have no room for `least` workers, return only excluded nodes: a node may be avoided wrongly,
         because a worker has received a signal that was not meant for its node.

@@ -3,8 +3,8 @@
 Ray packs the working directory of a job, follows every link, and stores the package on the head, where everybody with
 access to the cluster can read it. Before that, `inspect_checkout` walks the checkout in the same way:
 1. Files that look like secrets (SECRETS) are excluded, and reported in case they are needed on the cluster.
-2. A link out of the checkout is refused, because Ray would ship its target, for example ~/.ssh.
-3. A link to a folder that contains it is refused, because Ray would follow it forever.
+2. A link that leads out of the checkout is refused, because Ray would ship its target, for example ~/.ssh.
+3. A link to a folder that contains the link is refused, because Ray would follow it forever.
 
 >>> inspect_checkout(Path("/home/ada/patchline"))
 Checkout(sizes={"jobs/cluster": 214310, …}, secrets=[".env", "deploy/head.key"])

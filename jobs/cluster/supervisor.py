@@ -1,4 +1,4 @@
-"""Run attempts of a stage on a worker group until one succeeds, or until another attempt would not help.
+"""Run attempts of a stage on a worker group until one succeeds, or until a further attempt would not help.
 
     supervise(train, make_task, context, worlds=(4, 2, 1), stall_s=600.0)
     → {"step": 40, "samples_seen": 640, …}: the value of `train(task)` in rank 0 of the attempt that succeeded
@@ -10,7 +10,7 @@ Steps of an attempt (`supervise`):
 2. Get the task from the stage: the document sent to all workers.
 3. Create the attempt's folder, `<stage>/attempts/attempt-000001`, for the workers' files.
 4. Run the worker group. About every 0.5 s (`Attempt.look`): report the status; end the attempt if a worker is stuck;
-   log slow workers; request a commit and exit of the workers if there is room for more workers, if a node is about to
+   log slow workers; tell the workers to commit and exit if there is room for more workers, if a node is about to
    leave, or if a stop is requested.
 5. The worker function has returned a value: done.
 
@@ -28,14 +28,14 @@ If the worker group has ended in any other way:
        later attempts, and start the next attempt at once. StageFailed if the other nodes have too little room. This
        does not apply if a stop is requested.
     d. The attempt had more workers than the last one that committed, and did not commit: start the next attempt at
-       once with the workers and nodes of that one, because a new node may be broken. This does not apply if a stop is
-       requested.
+       once with that attempt's number of workers and nodes, because a new node may be broken. This does not apply if a
+       stop is requested.
     e. A worker requested another exit code: StageFailed with that code, because a restart would not help.
     f. There is no new checkpoint, and either the exception is the same as in the previous attempt or more than
        `max_restarts` attempts have failed in a row: StageFailed.
     g. A stop is requested: Preempted.
-    h. Otherwise, start the next attempt from the newest checkpoint: at once if that checkpoint is new, else after
-       `backoff_s`, doubled with each failed attempt.
+    h. Otherwise, start the next attempt from the newest checkpoint: at once if that checkpoint is new, otherwise after
+       `backoff_s`, which doubles with each failed attempt.
 """
 
 import builtins
@@ -215,13 +215,13 @@ def end_if_requested(context: Context) -> None:
 
 
 def last_step(context: Context) -> int:
-    """Return the step of a stage's newest committed checkpoint; −1 if there is none."""
+    """Return the step of a stage's newest committed checkpoint; −1 if there are no checkpoints."""
     newest_first = context.checkpoints.committed_steps()
     return newest_first[0] if newest_first else -1
 
 
 def restart_point(context: Context) -> str:
-    """Describe where the next attempt starts: "step 40", or the beginning."""
+    """Describe where the next attempt starts: at "step 40", or at the beginning."""
     step = last_step(context)
     return f"step {step}" if step >= 0 else "the beginning (no checkpoint yet)"
 
@@ -249,7 +249,7 @@ def write_incident(
 
 
 def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
-    """Prepare and log a move of the next attempt: away from leaving nodes, or to more workers.
+    """Prepare and log the move of the next attempt: off the leaving nodes, or to more workers.
 
     Raises Preempted if the driver's node is leaving, because the next attempt needs a driver on another node.
     """
@@ -277,8 +277,8 @@ def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
 def exclude_unlike_nodes(context: Context, nodes: Nodes, failure: WorkerGroupError, least: int) -> None:
     """Exclude and log the nodes whose code or packages differ from the majority of all nodes.
 
-    Nodes without workers count too. Raises StageFailed if no node differs, if there is no majority, or if the other
-    nodes have too little room.
+    Nodes without workers also count. Raises StageFailed if no node differs, if there is no majority, or if the
+    other nodes have too little room.
     """
     identities = nodes.identities()
     code = code_version()

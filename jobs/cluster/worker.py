@@ -8,8 +8,8 @@
        … and "ended": 1763800100.0, "value": {"step": 40}
        … or "ended": 1763800100.0, "exit_code": 65, "kind": "DataError", "error": "…", "traceback": "…"
 
-   These records are for people. The agent reads a copy in the node's folder, which is local to the node. There, the
-   worker also reports its phase (pipeline/monitoring/watchdog.py).
+   These records are for people. The agent reads a copy in the node's folder, which is local to the node. The worker
+   also reports its phase there (pipeline/monitoring/watchdog.py).
 4. It waits until the agent kills it. Until then, rank 0 serves the store through which the workers find each other, and
    the connections of a failed worker stay open, so that its peers do not fail too.
 """
@@ -49,7 +49,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class WorkerRecord(TypedDict):
-    """Content of `rank-00003.json`; times are seconds since 1970 on the worker's clock."""
+    """The content of `rank-00003.json`; times are seconds since 1970 on the worker's clock."""
 
     rank: int
     node: str
@@ -67,7 +67,7 @@ class WorkerRecord(TypedDict):
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A worker's place in its group, and the resources that it may use."""
+    """A worker's rank and position in the worker group, and the resources that the worker may use."""
 
     rank: int
     world: int
@@ -233,7 +233,7 @@ def _prepare(spec: WorkerSpec) -> None:
 
 
 def _write_record(spec: WorkerSpec, record: WorkerRecord) -> None:
-    """Write a worker's record to the node's folder (for the agent) and to the attempt's folder (for people)."""
+    """Write a worker's record to the node's folder for the agent, and to the attempt's folder for people."""
     # The first record reserves space, so that the final one can be written even if the disk is full.
     text = json.dumps(record)
     rank = spec.info.rank
@@ -256,4 +256,4 @@ def _listen(lifeline: int, signals: int, sigterm_file: Path, news: int) -> None:
 
 
 def outlive(number: int, frame: FrameType | None) -> None:
-    """Signal handler that does nothing. Unlike SIG_IGN, it is not inherited by child programs."""
+    """A signal handler that does nothing. Unlike SIG_IGN, child programs do not inherit it."""

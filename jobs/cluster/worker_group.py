@@ -1,4 +1,4 @@
-"""Run one attempt of a stage on N workers: start them through their nodes' agents, poll them, return the outcome.
+"""Run one attempt of a stage on N workers: start them through their nodes' agents, poll them, and return the result.
 
 1. The driver creates the attempt's folder and sends every agent the ranks of its node. All workers get the same
    function and the same task.
@@ -88,7 +88,7 @@ class WorkerGroup:
     """Runs a function once in every worker of an attempt.
 
     Workers find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in their
-    environment and initialize torch.distributed themselves. `folder` is the attempt's new folder. If `is_shared`, all
+    environment and initialise torch.distributed themselves. `folder` is the attempt's new folder. If `is_shared`, all
     nodes share it. Otherwise, each node has a separate folder under the same path, and the workers' files are copied to
     the driver's folders of the attempt and the stage (node_files.py). `carried_files` names the files in the stage's
     folder that one attempt passes to the next.
@@ -137,12 +137,12 @@ class WorkerGroup:
         return rank in self.states and self.states[rank].is_stopped
 
     def has_silent_agent(self) -> bool:
-        """Return whether an agent has stopped responding: the last known phases of its workers are outdated."""
+        """Return whether an agent has stopped responding, so the last known phases of its workers are outdated."""
         now = self.clock()
         return any(link.answer is not None and now >= link.called + SILENT_BEATS * POLL_S for link in self.links)
 
     def request_stop(self) -> bool:
-        """Request the workers to commit and exit; return whether any of them has started."""
+        """Tell the workers to commit and exit; return whether any worker has started."""
         now = time.monotonic()
         has_started = any(state.record is not None for state in self.states.values())
         # Repeat the request after a while, because a broken connection may have lost it.
@@ -283,7 +283,7 @@ class WorkerGroup:
     def _answers(
         self, calls: Sequence[tuple[AgentLink, "Future[Any]"]], deadline: float, on_tick: Callable[[], None]
     ) -> list[Any]:
-        """Return the agents' replies. Raises WorkerGroupError if an agent is lost or does not respond in time."""
+        """Wait for the agents' replies, and return them. Raises WorkerGroupError if an agent is lost or times out."""
         answers = []
         for link, _ in calls:
             link.asked = self.clock()
@@ -321,7 +321,7 @@ class WorkerGroup:
         return answers
 
     def poll(self, wait_s: float) -> None:
-        """Poll all agents that have no pending poll, and process the replies that arrive within `wait_s` seconds."""
+        """Poll every agent without a pending poll, and process the replies that arrive within `wait_s` seconds."""
         now = self.clock()
         for link in self.links:
             if link.answer is None and not link.loss:
@@ -382,7 +382,7 @@ class WorkerGroup:
             time.sleep(TOGETHER_S)
 
     def _end_workers(self) -> None:
-        """Kill all workers through their agents; wait up to END_S for the replies of all reachable agents."""
+        """Kill all workers through their agents; wait up to END_S for all reachable agents to reply."""
         ending = []
         for link in self.links:
             if not link.loss:
@@ -410,7 +410,7 @@ class WorkerGroup:
     def check_nodes(self, links: Sequence[AgentLink], limit: int) -> None:
         """Probe the nodes of agents that have missed `limit` heartbeats, and record which nodes are lost.
 
-        Pass 0 for agents whose last call has failed.
+        Pass a `limit` of 0 for agents whose last call has failed.
         """
         now = self.clock()
         silent = [link for link in links if not link.loss and now >= link.asked + limit * POLL_S]

@@ -23,7 +23,7 @@ Run = Annotated[str, typer.Argument(help="A run directory, or its URL (s3://…)
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Raise Preempted if SIGTERM arrives in this block, so that temporary files are removed, as after Ctrl-C."""
+    """Raise Preempted if SIGTERM arrives during the block, so that temporary files are removed, as after Ctrl-C."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Preempted("stopped by SIGTERM; finished work is kept, run the same command again to resume")

@@ -30,7 +30,7 @@ def run(
     fresh: Fresh = False,
     _debug: Debug = False,
 ) -> None:
-    """Run all stages of a recipe, or resume them: run the same command again."""
+    """Run all stages of a recipe; to resume, run the same command again."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     state_folder()  # raises an error for a user without a home folder before the run folder is created
     # Imported here, as in every command, because Ray would slow down `--help` and errors in the recipe.
@@ -43,7 +43,7 @@ def run(
 
 
 def kinds_of(context: typer.Context) -> "Kinds":
-    """Load all stage kinds from the command table in the context."""
+    """Load all stage kinds in the command table of the context."""
     from jobs.kinds import load_kinds
 
     return load_kinds(context.obj.kinds)
@@ -69,7 +69,7 @@ def recipe_path(recipe: str) -> Path:
         return path
     if recipe == "-" or path.is_fifo():
         raise ConfigError(
-            f"cannot read the recipe from {recipe}: resuming the run would need the recipe again\n"
+            f"cannot read the recipe from {recipe}: the recipe is needed again to resume the run\n"
             "  save the recipe to a file first: cat > NAME.yaml"
         )
     recipes = shipped()
@@ -98,7 +98,7 @@ def recipe_path(recipe: str) -> Path:
 
 
 def shipped() -> dict[str, Path]:
-    """Return the files of the built-in recipes by name, the path in jobs/recipes without suffix: "transfer/cifar10"."""
+    """Return the built-in recipe files by name, the path below jobs/recipes without suffix: "transfer/cifar10"."""
     recipes = {}
     for file in sorted(RECIPES.rglob("*.yaml")):
         recipes[file.relative_to(RECIPES).with_suffix("").as_posix()] = file

@@ -28,7 +28,7 @@ KeepEvery = Annotated[int, typer.Option(help="Also keep steps that are multiples
 
 
 def list_all(path: SavedRun, _debug: Debug = False) -> None:
-    """List the checkpoints of each stage, including uncommitted and bad ones."""
+    """List the checkpoints of each stage, including uncommitted and damaged checkpoints."""
     with opened(path) as run:
         for checkpoints in run.stages:
             echo(f"{checkpoints.stage}:")
@@ -65,8 +65,8 @@ def list_all(path: SavedRun, _debug: Debug = False) -> None:
 def prune(path: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Debug = False) -> None:
     """Delete all but the newest checkpoints of each stage.
 
-    The newest checkpoints are verified first; if one is bad, nothing is deleted. Checkpoints that have not been
-    evaluated yet, and the best one if the recipe keeps it, are not deleted either.
+    The newest checkpoints are verified first; if any is damaged, nothing is deleted. Checkpoints that are still to be
+    evaluated, and the best checkpoint if the recipe keeps it, are not deleted either.
     """
     if keep < LEAST_KEPT:
         raise UsageError(f"--keep is {keep}, expected {LEAST_KEPT} or more, in case one checkpoint is bad")

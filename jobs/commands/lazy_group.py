@@ -31,9 +31,9 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 class CommandTable:
     """All commands, stage kinds and watchers. Commands read the table from their context as `context.obj`.
 
-    A command is identified by the words to type, such as "data check". Its function is given as "module:name": the
-    function's annotations define the arguments and options, and its docstring is the text of the command's own --help.
-    The summary appears in the list of commands.
+    A command is identified by the words that the user types, such as "data check". Its function is given as
+    "module:name": the function's annotations define the arguments and options, and its docstring is the text of the
+    command's own --help. The summary appears in the list of commands.
     """
 
     # heading in --help → words → (function, summary, arguments of the example in the command's own --help)
@@ -75,7 +75,7 @@ class LazyGroup(TyperGroup):
                     self.add_placeholder(words.removeprefix(prefix), summary, heading)
 
     def add_placeholder(self, words: str, summary: str, heading: str) -> None:
-        """Add a command by name and summary; for two words, add the group of the first word."""
+        """Add a placeholder for a command; if the name has two words, add the group named by the first word."""
         name, _, rest = words.partition(" ")
         if name in self.commands:
             return
@@ -86,7 +86,7 @@ class LazyGroup(TyperGroup):
         self.names.setdefault(heading, []).append(name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the typed command, built from its function, in place of its placeholder."""
+        """Return the command that the user typed, built from its function instead of the placeholder."""
         name, command, rest = super().resolve_command(ctx, args)
         if command is not None and not isinstance(command, LazyGroup):
             app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=SETTINGS)

@@ -268,14 +268,14 @@ def index(
 
 
 def refuse_file(target: Path) -> None:
-    """Raise UsageError if the folder to write to, or one of its parents, is a file."""
+    """Raise UsageError if the output folder or one of its parents is a file."""
     for path in (target, *target.parents):
         if path.exists() and not path.is_dir():
             raise UsageError(f"{path} is a file\n  expected a folder for the shards (created if it does not exist)")
 
 
 def check(context: typer.Context, index: "Index", *, workers: int, cache: str | None = None) -> int:
-    """Decode every sample of a new data set with `data check`; return that command's exit code."""
+    """Decode every sample of a new data set by running `data check`; return its exit code."""
     from data.index.document import SUFFIX
 
     exit_code: int = context.obj.load("data check")(
@@ -285,7 +285,7 @@ def check(context: typer.Context, index: "Index", *, workers: int, cache: str | 
 
 
 def cache_config(folder: str | None) -> "CacheConfig":
-    """Return the cache settings for remote shards, as `data.cache` in a recipe; None selects the default folder."""
+    """Return the cache settings for remote shards, like `data.cache` in a recipe; None selects the default folder."""
     from data.remote.config import CacheConfig
 
     if folder is None:
@@ -296,7 +296,7 @@ def cache_config(folder: str | None) -> "CacheConfig":
 def summary(index: "Index", *, with_gap: bool = False) -> list[str]:
     """Return lines that describe a data set: size, folder, class names and skipped samples.
 
-    With `with_gap`, one of them reports class ids that do not occur, if these are most of all.
+    With `with_gap`, one line reports the unused class ids, if these are the majority.
     """
     from data.index.names import gap_in_ids, preview
     from data.shards.indexing import decoded_samples

@@ -50,7 +50,7 @@ def run_or_stage(path: str) -> Path:
 
 
 def print_status(run: Path, store: "Bucket | None" = None) -> None:
-    """Print one line per stage in the order of their first start, or only the line of one stage.
+    """Print one line per stage, in the order of the stages' first start, or only the line of one stage.
 
     For a run in an object store, `run` is a local copy of the run or of one stage; the output shows the URL. Raises
     UsageError if there is no run, and StorageError if the object store cannot be read.
@@ -85,7 +85,7 @@ def print_status(run: Path, store: "Bucket | None" = None) -> None:
 
 
 def describe(last: LastCommand, run: Path, storage: Storage) -> str:
-    """Describe the state of the last command on a run in one line."""
+    """Describe in one line the state of the last command on a run."""
     if last.problem == "missing":
         return "unknown: no command has ended yet"
     if last.problem == "altered":
@@ -115,7 +115,7 @@ def describe(last: LastCommand, run: Path, storage: Storage) -> str:
 
 
 def stage_line(folder: Path, *, has_ended: bool) -> str:
-    """Return a stage's result or progress; `has_ended` says that no command is running this campaign."""
+    """Return a line with a stage's result or progress; `has_ended` means that no command is running the campaign."""
     try:
         outcome = read_outcome(folder)
     except DataError as error:

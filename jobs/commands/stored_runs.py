@@ -1,4 +1,4 @@
-"""Open the run, stage or checkpoint that a command's argument names, by path or URL.
+"""Open the run, stage or checkpoint that a command's argument names by path or URL.
 
 The small files (records and metrics) of a run at s3://… are downloaded to a temporary folder. Checkpoints are
 downloaded only by the commands that read them. Commands print the URL instead of the temporary folder.
@@ -50,7 +50,7 @@ class OpenedRun:
 
 @contextmanager
 def opened(name: str) -> Iterator[OpenedRun]:
-    """Open a run, stage or checkpoint by path or URL. Raises UsageError if there is none."""
+    """Open a run, stage or checkpoint by path or URL. Raises UsageError if nothing of the kind exists there."""
     if "://" in name:
         with local_copy(name) as (store, stage):
             yield OpenedRun(name, store, [StageCheckpoints(store, stage)] if stage else stages_of(store))
@@ -72,7 +72,7 @@ def opened(name: str) -> Iterator[OpenedRun]:
 
 
 def stages_of(storage: Storage) -> list[StageCheckpoints]:
-    """Return the checkpoints of all stages that have some, sorted by name. Raises UsageError if no stage has any."""
+    """Return the checkpoints of each stage that has any, sorted by stage. Raises UsageError if there are none."""
     stages: set[str] = set()
     for name in storage.list():
         stage, _, below = name.partition("/")
@@ -88,10 +88,10 @@ def stages_of(storage: Storage) -> list[StageCheckpoints]:
 
 @contextmanager
 def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, str]]:
-    """Download the small files of a run to a temporary folder; yield the run and the name of the stage in the URL.
+    """Download the small files of a run to a temporary folder; yield the run's folder and the URL's stage name.
 
     The stage name is "" if the URL names the whole run. `with_logs` also downloads each log.txt. Raises UsageError if
-    the URL has no run, and StorageError.
+    there is no run at the URL, and StorageError.
     """
     run = check_store_url(url)
     stage = ""
@@ -123,7 +123,7 @@ def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, s
 
 
 def fetch_weights(url: str) -> str:
-    """Download the weights of a run or stage in an object store to the user's cache; return the cache folder.
+    """Download the weights of a run or stage from an object store to the user's cache; return the cache folder.
 
     Files already in the cache are verified by digest and not downloaded again. Raises UsageError, DataError,
     StorageError, CheckpointError.

@@ -15,7 +15,7 @@ AnyWeights = Annotated[
 
 
 def find_weights(path: str) -> str:
-    """Return the local folder or file of the weights at a path or URL, downloading from a URL. Raises DataError."""
+    """Return the local folder or file of the weights at a path or URL; download them from a URL. Raises DataError."""
     if "://" in path:
         from jobs.commands.stored_runs import fetch_weights
 
@@ -26,7 +26,7 @@ def find_weights(path: str) -> str:
 
 
 def check_weights_exist(path: str) -> None:
-    """Raise DataError if a path has no weights; big_vision's `file.npz:img` selects a part of a file."""
+    """Raise DataError if there are no weights at a path; as in big_vision, `file.npz:img` selects a part of a file."""
     if not Path(path).exists() and not Path(path.rpartition(":")[0] or path).exists():
         raise DataError(
             f"no file or folder at {path}{near_path(path)}\n"

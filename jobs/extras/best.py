@@ -1,4 +1,4 @@
-"""The recipe keys `keep_best` and `patience` of training stages, and the best value of each metric in done.json."""
+"""The recipe keys `keep_best` and `patience` for training stages, and the best value of each metric in done.json."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -41,5 +41,5 @@ class Best(TrainingExtra):
         yield from ()
 
     def after(self, cfg: TrainConfig, context: Context, outcome: dict[str, Any]) -> None:
-        """Add the best evaluation of each metric, including evaluations by a spare worker, to the outcome."""
+        """Add each metric's best evaluation, including evaluations on a spare worker, to the outcome."""
         outcome["best"] = best_of(evaluations_of(read_metrics(context.directory, None)))

@@ -1,6 +1,6 @@
 """`patchline checkpoints verify|inspect|diff|export RUN`: read the contents of checkpoints.
 
-RUN has the same form as in jobs/commands/checkpoints.py. Only safetensors and JSON files are opened. Every command
+RUN has the same format as in jobs/commands/checkpoints.py. Only safetensors and JSON files are opened. Every command
 prints its lines as it proceeds, because reading one checkpoint can take minutes.
 """
 
@@ -50,7 +50,7 @@ class Saved(NamedTuple):
 
 
 def selected(run: OpenedRun, step: int | None) -> list[Saved]:
-    """Return the named checkpoint, the checkpoints of one step, or all, newest first within each stage.
+    """Return the named checkpoint, the checkpoints of a step, or all checkpoints, newest first within each stage.
 
     Raises UsageError if no checkpoint matches.
     """
@@ -77,9 +77,9 @@ def selected(run: OpenedRun, step: int | None) -> list[Saved]:
 
 
 def newest_verified(run: OpenedRun, step: int | None) -> Path:
-    """Verify every byte of the newest checkpoint, or of the checkpoint at `step`, and return its folder.
+    """Verify every byte of the newest checkpoint, or of the checkpoint at `step`; return the checkpoint's folder.
 
-    Raises UsageError if several stages have a matching checkpoint, CheckpointError if the checkpoint is damaged.
+    Raises UsageError if several stages have a matching checkpoint, and CheckpointError if the checkpoint is damaged.
     """
     saved = selected(run, step)
     stages = sorted({checkpoint.checkpoints.stage for checkpoint in saved})
@@ -96,7 +96,7 @@ def newest_verified(run: OpenedRun, step: int | None) -> Path:
 
 
 def verify_all(path: SavedRun, step: Step = None, _debug: Debug = False) -> None:
-    """Read every byte of the checkpoints and compare it with the manifests."""
+    """Read every byte of the checkpoints, and verify the digests in the manifests."""
     # Report all damaged checkpoints before raising CheckpointError.
     bad = 0
     with opened(path) as run:
@@ -150,7 +150,7 @@ def inspect(path: SavedRun, step: Step = None, _debug: Debug = False) -> None:
 
 
 def whole_state(reader: "Reader", name: str, kind: str) -> "Tensor":
-    """Return a parameter's master or moment as one flat fp32 tensor, joined from the pieces of all ranks."""
+    """Return a parameter's master weight or moment as one flat fp32 tensor, concatenated from all ranks."""
     elements = 0
     for start, count, _, _ in reader.pieces[name, kind]:
         elements = max(elements, start + count)
@@ -165,7 +165,7 @@ def compare(
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     _debug: Debug = False,
 ) -> None:
-    """Compare the manifests and tensors of two checkpoints; show the changes from the other checkpoint to this one."""
+    """Compare the manifests and tensors of two checkpoints; print the changes from the other checkpoint to this one."""
     if more:
         raise UsageError(
             f"diff takes one run, got {' '.join([path, *more])}\n"
@@ -218,7 +218,7 @@ def compare(
 
 
 def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: Debug = False) -> None:
-    """Export a checkpoint's weights to the same files as a finished stage."""
+    """Export a checkpoint's weights to the same files that a finished stage has."""
     # Check before reading the checkpoint, which takes minutes.
     if target.exists() and not target.is_dir():
         raise UsageError(f"--to {target} is a file\n  expected a folder (created if it does not exist)")

@@ -1,4 +1,4 @@
-"""`patchline import|export`: convert weights from and to other formats, and report how they were mapped.
+"""`patchline import|export`: convert weights from and to other formats, and report how tensors were mapped.
 
 patchline import vit_b16.npz weights/b16                         use it in a recipe as init: weights/b16
 patchline import sincos.npz weights/s16 'image_size=[224, 224]'  add a setting missing from the file
@@ -247,7 +247,7 @@ def refuse_existing(target: str) -> None:
 
 
 def verify(path: str, log: Callable[[str], None]) -> None:
-    """Verify our weights by their recorded digests and log the result; other projects' weights have no digests.
+    """Verify our weights against their recorded digests and log the result; other projects' weights have no digests.
 
     Raises DataError if a digest differs.
     """
@@ -259,9 +259,9 @@ def verify(path: str, log: Callable[[str], None]) -> None:
 
 
 def foreign_preprocessing(path: str, config: "models.ModelConfig") -> "models.Preprocessing | None":
-    """Return the preprocessing that is recorded with weights, for images of the model's size; None if there is none.
+    """Return the preprocessing recorded with weights, for images of the model's size; None if none is recorded.
 
-    Reports a preprocessing that cannot be used, and one for another size.
+    Logs a note if the preprocessing cannot be used, or if it is for another image size.
     """
     with warnings.catch_warnings(record=True) as unused:
         warnings.simplefilter("always")
@@ -362,7 +362,7 @@ def report(
 
 
 def outputs(model: "models.Model", image: "Tensor") -> "Tensor":
-    """Return a model's logits; for a masked model, which has none, return its features."""
+    """Return a model's logits; for a masked model, which has no logits, return the features."""
     config = model.config
     if config.family == "masked":
         features: Any = model.features

@@ -58,7 +58,7 @@ class Incident(NamedTuple):
 
 @dataclass
 class StageHistory:
-    """One stage of a run, read from its folder; its data sets are loaded on first access."""
+    """The history of a stage, read from the stage's folder; data sets are loaded on first access."""
 
     folder: Path
     name: str
@@ -85,7 +85,7 @@ class StageHistory:
         return [record for record in self.records if record["kind"] in kinds]
 
     def read_steps(self) -> None:
-        """Fill `steps`, `lost` and `kept_reports`; if several attempts trained a step, the last one is final."""
+        """Fill `steps`, `lost` and `kept_reports`; if several attempts trained a step, the last attempt counts."""
         kept = [np.recarray(0, STEP)]
         lost = [np.recarray(0, STEP)]
         repeated_from = math.inf  # first step repeated by an attempt after this report
@@ -109,7 +109,7 @@ class StageHistory:
         self.lost = np.concatenate(lost[::-1]).view(np.recarray)
 
     def samples_at(self, step: int) -> float:
-        """Return the number of samples seen at a step, extrapolated from the nearest recorded step."""
+        """Return the number of samples seen up to a step, extrapolated from the nearest recorded step."""
         if not len(self.steps):
             return 0.0
         place = int(np.searchsorted(self.steps.step, step))
@@ -118,7 +118,7 @@ class StageHistory:
 
     @property
     def excluded_steps(self) -> list[tuple[int, int]]:
-        """Return ranges (first, last) of steps excluded because they were not finite, numbered as in the log."""
+        """Return the ranges (first, last) of excluded non-finite steps, numbered as in the log."""
         path = self.folder / artifacts.EXCLUDED_STEPS
         if not path.exists():
             return []
@@ -129,7 +129,7 @@ class StageHistory:
 
     @cached_property
     def sets(self) -> dict[str, Index | str]:
-        """Return the data sets of a trained stage by role; for an unreadable one, the error text."""
+        """Return the data sets of a trained stage by role; an unreadable data set is replaced with the error."""
         job = self.task.get("job", {})
         paths = {}
         for number, path in enumerate(job.get("train", []), 1):
@@ -173,7 +173,7 @@ class StageHistory:
 
     @property
     def named_bad_samples(self) -> dict[str, list[str]]:
-        """Return the logged bad samples by reason, for the page; each worker logs its first, then every 1,000th one."""
+        """Return the logged bad samples by reason; each worker logs its first bad sample, then every 1,000th."""
         samples: dict[str, list[str]] = {}
         for line in self.log_lines:
             match = BAD_SAMPLE.search(line)
@@ -184,7 +184,7 @@ class StageHistory:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A run directory, or one stage of it."""
+    """The history of a run directory, or of one stage in it."""
 
     path: Path
     name: str
@@ -203,7 +203,7 @@ class RunHistory:
 def read_run(path: Path, store: Storage | None = None) -> RunHistory:
     """Read a run directory or one stage's folder. Raises UsageError if `path` is neither.
 
-    `store` is the run's object store, if `path` is a local copy of it.
+    `store` is the object store of the run if `path` is a local copy.
     """
     run, folders = stage_folders(path)
     name = path.name
@@ -270,7 +270,7 @@ def read_stage(folder: Path, address: str) -> StageHistory:
 
 
 def result_of(done: Mapping[str, Any]) -> str:
-    """Return the result of a finished stage as text: its divergence, a sweep's choice, new data sets, or metrics."""
+    """Return a finished stage's result as text: the divergence, the values a sweep chose, new data sets, or metrics."""
     outcome = outcome_of(done)
     if outcome.diverged or "summary" in done:
         return outcome.diverged or outcome.summary
@@ -280,7 +280,7 @@ def result_of(done: Mapping[str, Any]) -> str:
 
 
 def setup_of(stage: StageHistory) -> dict[str, str]:
-    """Return a table that describes a stage's training: model, schedule, augmentation, time and devices."""
+    """Return a table that describes a stage's training: model, schedule, augmentation, duration and devices."""
     config = stage.record["config"]
     model = stage.record["model"]
     optim = config["optim"]

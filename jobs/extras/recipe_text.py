@@ -18,9 +18,10 @@ Section: TypeAlias = Mapping[str, object]  # nested plain values, not yet valida
 
 
 def resolved(campaign: Campaign) -> str:
-    """Return the campaign as YAML with all defaults written out.
+    """Return a campaign as YAML, with all defaults included.
 
-    If a section expands to several stages, the first is written in full; the others list only their differences.
+    If a section expands to several stages, the first stage is written in full, and the others only with their
+    differences from it.
     """
     sections: dict[str, object] = {"cluster": config.plain(campaign.cluster)}
     if campaign.trackers is not None:
@@ -44,7 +45,7 @@ def resolved(campaign: Campaign) -> str:
 
 
 def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, object]:
-    """Return a stage's config as nested plain values; values that are not known yet are replaced with a description."""
+    """Return a stage's config as nested plain values; values that are still unknown are replaced with a description."""
     values = config.plain(stage.config)
     for field in stage.pending:
         values = with_fields(values, {field: describe_value(campaign, stage, field)}, stage.name)
@@ -52,7 +53,7 @@ def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, object]:
 
 
 def describe_value(campaign: Campaign, stage: Stage, field: str) -> str:
-    """Describe a value that another stage determines: the value, if it is known, and its source."""
+    """Describe a value that another stage determines: the value, if known, and the source."""
     source, part = source_of(campaign, stage.references[field])
     text = source.kind.value_in_words(source.config, part)
     if field in stage.pending:

@@ -1,4 +1,4 @@
-"""Suggest commands that evaluate a finished stage again after the recipe's evaluation settings have changed."""
+"""Suggest commands that re-evaluate a finished stage after the recipe's evaluation settings have changed."""
 
 import shlex
 from collections.abc import Collection
@@ -19,7 +19,7 @@ EVALUATION_FIELDS = tuple(dict.fromkeys((*ACCURACY_FIELDS, *PROBE_FIELDS)))
 
 
 class Reevaluation(TrainingExtra):
-    """Reports how to evaluate a finished stage again after its evaluation settings have changed."""
+    """Reports how to re-evaluate a finished stage after its evaluation settings have changed."""
 
     def repeat_evaluation(
         self, campaign: Campaign, stage: Stage, changed: Collection[str]
@@ -30,11 +30,11 @@ class Reevaluation(TrainingExtra):
 
 
 def evaluation_commands(campaign: Campaign, stage: Stage, changed: Collection[str]) -> list[str]:
-    """Return the commands that evaluate a finished stage with the recipe's current settings.
+    """Return the commands that re-evaluate a finished stage with the recipe's current settings.
 
     `changed` are the fields that have changed since the stage finished. `data.evaluate`, `data.preprocess` and `probe`
-    are not part of a stage's key, so changing them does not repeat the training. The list is empty if none of them has
-    changed, or if the stage has no weights.
+    are not part of a stage's key, so changing them does not repeat the training. The list is empty if none of these
+    fields has changed, or if the stage has no weights.
 
         python -m jobs evaluate runs/digits/finetune-1a2b3c4d indexes/other
         python -m jobs evaluate runs/digits/finetune-1a2b3c4d indexes/test train=indexes/train --protocol fewshot

@@ -1,4 +1,4 @@
-"""Implements `patchline subset`: select samples of a data set, and write an index of them over the same tars.
+"""Implements `patchline subset`: select samples of a data set, and write an index of these samples in the same tars.
 
 patchline subset shards/photos/train --shots 10 --seed 0 --output shards/photos/train-10shot
 """
@@ -54,7 +54,7 @@ def subset(
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> None:
-    """Select samples of a data set, and write an index of them over the same tars; images are not copied."""
+    """Select samples of a data set, and write an index of these samples in the same tars; images are not copied."""
     from data.index.document import load_index
     from data.shards import subset
 

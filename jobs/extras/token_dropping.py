@@ -1,4 +1,4 @@
-"""Adds the recipe section `thinning` to training stages: token dropping and smaller images, in the workers."""
+"""Add the recipe section `thinning` to training stages: token dropping and training on smaller images."""
 
 from jobs.stages.training import TrainingExtra
 from pipeline.extras.token_dropping import TokenDroppingTrainConfig

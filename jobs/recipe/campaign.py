@@ -1,16 +1,16 @@
-"""Load a recipe as a campaign: its stages in order, and one run directory.
+"""Load a recipe as a campaign, which has ordered stages and one run directory.
 
 How `load` turns a recipe into a campaign:
 1. `read_recipe` reads the YAML file once.
-2. `parse` separates `run`, `cluster`, `trackers` and `budget`; every other section is a stage, whose kind is its name
-   or its `kind:`. First, kinds may replace a section by several (`StageKind.expand`), as sweeps do. Each section
+2. `parse` separates `run`, `cluster`, `trackers` and `budget`; every other section is a stage, whose kind is its
+   name or its `kind:`. First, kinds may replace a section with several (`StageKind.expand`), as sweeps do. Each section
    becomes the frozen config of its kind; an unknown key is an error. Stages are sorted: a stage that reads another
    stage's output ("@stage" or "@stage/part") comes after it.
 3. Each stage gets its model, and its key: a digest of its "forbid" fields and its inputs (key.py).
 4. Values determined by finished stages replace the placeholders in other stages (references.py).
 5. Each stage is checked against the cluster and the existing indexes (validate.py).
 
-For example, `pretrain: {data: {train: "@shards/train"}}` reads the data set `train` that the stage `shards` packs. A
+For example, `pretrain: {data: {train: "@shards/train"}}` reads the data set `train` packed by the stage `shards`. A
 stage's folder is named after its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never overwrites the results of
 the previous one.
 """
@@ -43,12 +43,12 @@ NOT_STAGES = ("run", "cluster", "trackers", "budget")  # keys of a recipe that a
 
 
 def load(recipe: Path, overrides: list[str], kinds: Kinds) -> Campaign:
-    """Read and validate a recipe. Raises ConfigError or DataError if it cannot run."""
+    """Read and validate a recipe. Raises ConfigError or DataError if the recipe cannot run."""
     return resolve(read_recipe(recipe, overrides), kinds)
 
 
 def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
-    """Return the validated campaign of a recipe. Raises ConfigError or DataError if it cannot run."""
+    """Return the validated campaign of a recipe. Raises ConfigError or DataError if the recipe cannot run."""
     campaign = parse(recipe, kinds)
     # Parents first: a stage's key and model depend on the stages that it reads.
     stages: dict[str, Stage] = {}
@@ -76,9 +76,9 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
 
 
 def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
-    """Build the configs of a recipe's sections; the stages do not have inputs, models or keys yet.
+    """Build the configs of a recipe's sections; the stages have no inputs, models or keys yet.
 
-    Raises ConfigError with the name of the wrong key.
+    Raises ConfigError, which names the invalid key.
     """
     # 1. The run: a path, or a URL in an object store.
     run = recipe.values.get("run", recipe.default_run)
@@ -161,7 +161,7 @@ class Placeholders:
         self.known: dict[str, Mapping[str, object]] = {}  # by the stage that determines them
 
     def references_of(self, name: str) -> dict[str, str]:
-        """Return the fields of a stage's section whose values other stages determine: field → reference.
+        """Return the fields in a stage's section whose values are determined by other stages: field → reference.
 
         Raises ConfigError for a reference to a value that its stage does not determine.
         """
@@ -198,7 +198,7 @@ class Placeholders:
         return self.known[source]
 
     def fill(self, name: str, references: Mapping[str, str]) -> object:
-        """Return a stage's section with its references replaced by placeholders."""
+        """Return a stage's section with its references replaced with placeholders."""
         values = {}
         for field, value in references.items():
             source, part = value[1:].split("/", 1)
@@ -208,7 +208,7 @@ class Placeholders:
 
 
 def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, ConfigDataclass]:
-    """Return the kind of a stage's section, and the section as an instance of the kind's config."""
+    """Return the stage kind of a section, and the section as an instance of the kind's config."""
     check_name(name, "a stage", "rename it, and all references to it (@stage)")
     if not isinstance(section, Mapping):
         # The user may have typed a stage's key without the stage: lr=1e-3.
@@ -252,7 +252,7 @@ def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, C
 
 
 def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
-    """Sort the stages: each after the stages that it reads, otherwise in the order of the recipe."""
+    """Sort the stages so that each follows the stages that it reads; otherwise, keep the order of the recipe."""
     reads: dict[str, set[str]] = {}
     for name, stage in stages.items():
         reads[name] = set()

@@ -1,7 +1,7 @@
 """Check that a class id means the same class in all data sets and weights of a stage.
 
 1. `check` compares the class names of data sets that share their classes (`StageKind.shared_classes`) and, if the stage
-   keeps the head of its initial weights, of these weights. If an id has two names, it raises DataError.
+   keeps the head of its initial weights, the class names of these weights. It raises DataError if an id has two names.
 2. `of_stage` returns the class names of the model's outputs, which are saved with its weights (classes.json).
 
     pretrain: data.train has airplane, bird, cat; data.evaluate has bird, cat      error: class 0 has two names
@@ -19,7 +19,7 @@ from pipeline.evaluation import any_weights
 
 
 def check(stage: Stage, available: Available) -> None:
-    """Raise DataError if a class id has different names in a stage's data sets or initial weights.
+    """Raise DataError if a class id has different names in the data sets or initial weights of a stage.
 
     Weights are compared only if the stage keeps their head. Data sets that do not exist yet or have no class names are
     not compared.
@@ -35,7 +35,7 @@ def check(stage: Stage, available: Available) -> None:
 
 
 def of_stage(stage: Stage, available: Available) -> Names:
-    """Return the class names of a model's outputs from the stage's data sets or initial weights; () if unknown."""
+    """Return the class names of the model's outputs, from the stage's data sets or initial weights; () if unknown."""
     trained: list[tuple[str, Names]] = []
     for shared in stage.kind.shared_classes(stage.config):
         for field in shared.trained:

@@ -31,7 +31,7 @@ MISSING = "missing"  # used instead of the digest of an input that cannot be rea
 
 
 def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Reads, str], str], kinds: Kinds) -> Stage:
-    """Return a parsed stage with its inputs, model and key filled in; `earlier` contains the stages that it reads.
+    """Return a parsed stage with its inputs, model and key filled in; `earlier` contains its parent stages.
 
     `digests` caches the digests of inputs from outside the campaign, because all runs of a sweep may start from the
     same weights.
@@ -180,7 +180,7 @@ def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, 
 
 
 def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> ModelConfig | None:
-    """Return the architecture of a stage's model, from the recipe alone or from the initial weights and the recipe.
+    """Return the architecture of a stage's model, from only the recipe or from the initial weights and the recipe.
 
     Returns None if the stage has no model, or if its initial weights do not exist yet. If the weights have no model
     config, a message is added to `missing`.
@@ -206,7 +206,7 @@ def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> 
 
 
 def model_at(folder: str) -> ModelConfig | None:
-    """Return the architecture of the weights in a folder; None if it has no model config. Raises DataError."""
+    """Return the architecture of the weights in a folder; None if the folder has no model config. Raises DataError."""
     path = Path(folder) / CONFIG
     if not path.is_file():
         return None

@@ -43,7 +43,7 @@ def stage_record(stage: Stage) -> dict[str, Any]:
 
 
 def forbidden_fields(stage: Stage) -> dict[str, object]:
-    """Return the fields in a stage's key, flat and with JSON types; `model.*` are fields of the resolved model."""
+    """Return the fields in a stage's key, flat and as JSON types; `model.*` are the fields of the resolved model."""
     fields = config.tagged(stage.config, "forbid")
     fields.pop("model", None)
     if stage.model:
@@ -84,7 +84,7 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
 
 
 def unfinished_folder(campaign: Campaign, stage: Stage) -> Path | None:
-    """Return the folder of an unfinished stage with the same name but other "forbid" fields; None if there is none."""
+    """Return the folder of an unfinished stage with the same name but different "forbid" fields, or None."""
     # Folders are named after the key: if this folder exists, no "forbid" field has changed.
     if campaign.directory(stage).exists():
         return None
@@ -112,7 +112,7 @@ def newest_attempt(folder: Path) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Return the versions of Python and packages and the machine type, all of which may affect results."""
+    """Return the machine type and the versions of Python and packages, all of which may affect results."""
     versions = {"python": sys.version.split()[0], "machine": platform.machine()}
     for package in RECORDED_PACKAGES:
         versions[package] = version(package)

@@ -27,9 +27,9 @@ Config = TypeVar("Config")  # a dataclass, or a dict of dataclasses
 
 
 def with_values(campaign: Campaign) -> Campaign:
-    """Return a copy of the campaign with placeholders replaced by the values of finished stages.
+    """Return a copy of the campaign with placeholders replaced with the values of finished stages.
 
-    Raises DataError if a stage has already run with other values.
+    Raises DataError if a stage has already run with different values.
     """
     stages: dict[str, Stage] = {}
     is_changed = False
@@ -72,7 +72,7 @@ def source_of(campaign: Campaign, value: str) -> tuple[Stage, str]:
 
 
 def known_values(stage: Stage) -> dict[str, object]:
-    """Return the values in a stage's config that other stages have already determined."""
+    """Return the values in a stage's config that finished stages have determined."""
     known = {}
     for field in stage.references:
         if field not in stage.pending:
@@ -81,7 +81,7 @@ def known_values(stage: Stage) -> dict[str, object]:
 
 
 def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) -> None:
-    """Raise DataError if a stage has already run with values that differ from the current ones."""
+    """Raise DataError if a stage has already run with values that differ from the current values."""
     path = campaign.directory(stage) / "stage.json"
     if not path.exists():
         return

@@ -4,10 +4,11 @@
 
 Checks of an unfinished stage:
 1. inputs from outside the campaign exist;
-2. no unfinished stage of the same name has another config;
-3. a class id means the same class in all its data sets and, if it keeps their head, in its weights (class_names.py);
+2. no unfinished stage with the same name has a different config;
+3. a class id means the same class in all its data sets and, if it keeps the head of its initial weights, in these
+   (class_names.py);
 4. the stages that read its output accept it (`StageKind.check_parent`), for example a sweep's table;
-5. its kind's checks pass (jobs/stages): its config against the cluster, its data sets, its memory.
+5. the checks of its kind pass (jobs/stages): config against cluster, data sets, and memory.
 Check of a finished stage: files that later stages read have the recorded digests.
 
 Data from an earlier stage may not exist yet, so `run` validates each stage again right before it starts.
@@ -31,7 +32,7 @@ MOST_NAMED = 8  # missing inputs or changed keys listed in a message
 def validate(stage: Stage, available: Available, *, fresh: bool = False) -> list[CheckResult]:
     """Return the results of all checks of a stage. Raises OSError.
 
-    `fresh` allows an unfinished stage with another config to restart from step 0.
+    `fresh` allows an unfinished stage with a different config to restart from step 0.
     """
     results: list[CheckResult] = []
     try:

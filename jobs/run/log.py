@@ -39,10 +39,10 @@ MOST_VALUES = 6  # values in a row of the table of results
 
 
 class RunLog(Watcher):
-    """The log of a command: prints lines to the terminal, and writes them to the log.txt of the run and of the stage.
+    """The log of a command: writes lines to the terminal and to the log.txt files of the run and the stage.
 
     Worker lines are read from the stage's log.txt, printed, and copied to the run's log.txt. RunLog is the first
-    watcher, because the others log through it.
+    watcher, because the other watchers log through it.
     """
 
     def __init__(self, quiet: bool = False, start_timeout_s: float = 300.0, file: Path | None = None) -> None:
@@ -57,7 +57,7 @@ class RunLog(Watcher):
         self.terminal = None if quiet else Terminal(sys.stdout)
 
     def __call__(self, text: str) -> None:
-        """Print a line of the driver, and write it to the logs of the run and of the running stage."""
+        """Print a line from the driver, and write it to the logs of the run and of the running stage."""
         if self.stage_file is not None:
             lines = "".join(f"{DRIVER_MARK}{line}\n" for line in text.splitlines())
             # If the disk is full, the line is only shown in the terminal.
@@ -71,14 +71,14 @@ class RunLog(Watcher):
             append_whole(self.file, f"{printable_lines(text)}\n".encode())
 
     def show(self, text: str) -> None:
-        """Print a line to the terminal, above the progress bar if there is one."""
+        """Print a line to the terminal, above any progress bar."""
         self.last_line_at = time.monotonic()
         # `write` never blocks: a stuck terminal must not delay the watchdog or a stop.
         if self.terminal is not None:
             self.terminal.write(printable_lines(text))
 
     def show_progress(self, done: int, total: int | None, text: str) -> bool:
-        """Update the progress bar; return False if the terminal has none."""
+        """Update the progress bar; return False if the terminal has no progress bar."""
         if self.terminal is None or not self.terminal.has_bar:
             return False
         self.terminal.move_bar(done, total, text)
@@ -87,12 +87,12 @@ class RunLog(Watcher):
     # -------------------------------------------------------------------- as a watcher
 
     def stage(self, context: Context) -> None:
-        """Log to this stage's folder from now on; lines of earlier commands are not shown again."""
+        """Log to this stage's folder from now on; do not repeat lines logged by earlier commands."""
         self.stage_file = context.directory / "log.txt"
         self.shown_bytes.setdefault(self.stage_file, size_of(self.stage_file))
 
     def status(self, message: StatusMessage) -> None:
-        """Show new lines of the stage's log and its progress; after QUIET_S, what the attempt is waiting for."""
+        """Show new log lines and the stage's progress; after QUIET_S without output, also what the stage awaits."""
         if message.state == "waiting":
             return
         self.show_new_lines(message)
@@ -160,10 +160,10 @@ class RunLog(Watcher):
 
 @contextmanager
 def status_file(run: Path, command: str, keep: Callable[[str], None], lease: Lease) -> Iterator[None]:
-    """Maintain status.json: "running" during the block, then "done", or the exit code and message of its error.
+    """Maintain status.json: "running" during the block, then "done" or, after an error, its exit code and message.
 
-    `keep` writes the command and how it ended to the run's log. If another command has taken over the run, status.json
-    belongs to that command, and RunOwned is raised instead of any other error.
+    `keep` writes to the run's log, which gets the command and how it ended. If another command has taken over the run,
+    status.json belongs to that command, and RunOwned is raised instead of any other error.
     """
     write_status(run, None, "running", command)
     keep(f"{time.strftime(CLOCK)} started: {command}")
@@ -199,7 +199,7 @@ def write_status(run: Path, code: int | None, message: str, command: str) -> Non
 
 
 def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
-    """Log the table of results: each stage's images seen, result and time. `rows` are the stages' outcomes."""
+    """Log a table of the outcomes of all stages (`rows`): images seen, result and time."""
     width = max([12, *(len(row["stage"]) for row in rows)])
     log(f"{'stage':{width}} {'images seen':>12} {'result':44} {'time':>8}")
     for row in rows:
@@ -216,7 +216,7 @@ def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> 
 
 
 def result_parts(row: Mapping[str, Any]) -> list[str]:
-    """Return a stage's result as texts for the table: accuracies, chosen values, shards or parameters."""
+    """Return a stage's result as strings for the table: accuracies, chosen values, shards or parameters."""
     outcome = outcome_of(row)
     parts: list[str] = []
     if outcome.metrics:
@@ -238,7 +238,7 @@ def result_parts(row: Mapping[str, Any]) -> list[str]:
 
 
 def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
-    """Log the run's address and, if it has weights, example commands for the weights of its last section.
+    """Log the run's address and, if there are weights, example commands that use the weights of the last section.
 
     If the last section is a sweep, the commands name the weights with the best accuracy.
     """

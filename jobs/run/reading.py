@@ -40,7 +40,7 @@ CommandState: TypeAlias = Literal["running", "done", "stopped", "killed", "unkno
 
 @dataclass(frozen=True)
 class LastCommand:
-    """The last command on a run, from status.json; if that does not say how the command ended, also from its lease."""
+    """The last command on a run, from status.json and, if that does not record how it ended, from its lease."""
 
     state: CommandState
     command: str = ""
@@ -53,14 +53,15 @@ class LastCommand:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the command has ended; False if that is unknown."""
+        """Return whether the command has ended; False if this is unknown."""
         return self.state in ("done", "stopped", "killed")
 
 
 def read_command(run: Path, storage: Storage, log: Callable[[str], None], periods: float = LOST_PERIODS) -> LastCommand:
     """Read whether the last command on a run is still running, or how it ended.
 
-    A killed command has recorded no end, so its lease is checked. A lease of another machine is watched for at most
+    A killed command has not recorded its end, so its lease is checked. A lease held on another machine is watched for
+    at most
     `periods` renewals; `log` reports this wait. Raises StorageError.
     """
     try:
@@ -84,7 +85,7 @@ def read_command(run: Path, storage: Storage, log: Callable[[str], None], period
 
 
 def stage_folders(path: Path) -> tuple[Path, list[Path]]:
-    """Return the run directory, and its stage folders in the order of their first start.
+    """Return the run directory, and its stage folders in the order in which the stages were first started.
 
     If `path` is a stage's folder, the list has only that folder. The list is empty if there is no run.
     """
@@ -126,7 +127,7 @@ def outcome_of(done: Mapping[str, Any]) -> StageOutcome:
 
 
 class IncidentEntry(NamedTuple):
-    """One entry of incidents.txt: a failure of a worker that ended an attempt."""
+    """An entry in incidents.txt: a worker failure that ended an attempt."""
 
     clock: str  # "2026-11-22 08:00:00"
     cause: str
@@ -179,7 +180,7 @@ class StatusMessage:
 
 
 class StageReader:
-    """Reads the status of a running stage from its folder; each call reads only what was added since the last one."""
+    """Reads the status of a running stage from its folder; each call reads only what was added since the last call."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -222,10 +223,10 @@ class StageReader:
 
 
 def records_since(path: Path, offset: int, most_bytes: int = TAIL_BYTES) -> tuple[list[Record], int]:
-    """Return the records in the `most_bytes` after `offset`, and the offset for the next call.
+    """Return the records in at most `most_bytes` after `offset`, and the offset for the next call.
 
-    An incomplete last line is left for the next call. Lines without a valid record, for example one cut by the offset,
-    are skipped.
+    An incomplete last line is left for the next call. Lines without a valid record, for example a line cut by the
+    offset, are skipped.
     """
     size = size_of(path)
     if size < offset:  # a new file: the stage was restarted from step 0
@@ -240,5 +241,5 @@ def records_since(path: Path, offset: int, most_bytes: int = TAIL_BYTES) -> tupl
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a file in bytes; 0 if it does not exist yet."""
+    """Return the size of a file in bytes; 0 if the file does not exist yet."""
     return path.stat().st_size if path.exists() else 0

@@ -5,11 +5,11 @@
 2. for a run in an object store: download its small files, and upload them again as they change (jobs/run/sync.py);
 3. start the watchers, such as the report and the gauges (jobs/run/watchers.py), and write status.json: running;
 4. catch SIGTERM, SIGHUP and Ctrl-C: the first requests a commit and exit code 75, a second Ctrl-C exits at once;
-5. report errors early that would end the run later: missing inputs from outside the campaign, unusable data sets,
+5. report early any errors that would end the run later: missing inputs from outside the campaign, unusable data sets,
    changed files of finished stages;
 6. start or join the Ray cluster, or start the fork server, if an unfinished stage needs workers;
 7. run the stages in order; skip finished ones and log the reason;
-8. log a table of the stages' results and the commands to type next;
+8. log a table of the stages' results and the commands to run next;
 9. always write to status.json how the command ended, and then notify the watchers;
 10. close the watchers and the terminal, and leave the cluster.
 """
@@ -52,7 +52,7 @@ def run_campaign(
 ) -> list[dict[str, Any]]:
     """Run or resume a campaign, and log the table of results; return the rows of the table.
 
-    `watchers` are objects, or texts "module:Class" of watchers to create. `fresh` restarts an unfinished stage whose
+    `watchers` are objects, or strings "module:Class" for watchers to create. `fresh` restarts an unfinished stage whose
     config has changed. `only` runs one stage or section, whose inputs must exist (`stages_of`). `quiet` writes to
     log.txt but not to the terminal.
     """
@@ -90,9 +90,9 @@ def run_campaign(
 
 
 def sweep(run: Path) -> None:
-    """Delete the temporary files of killed drivers and workers in a run that this command owns.
+    """Delete the temporary files left by killed drivers and workers in a run that this command owns.
 
-    Temporary files of the report and of leases are kept, because other commands may be writing them now.
+    Temporary files of the report and of leases are kept, because other commands may be writing them.
     """
     leftovers = list(run.glob(".tmp-*-status.json"))
     for record in run.glob("*/stage.json"):
@@ -136,7 +136,7 @@ class Session:
     fresh: bool  # restart an unfinished stage whose config has changed
 
     def run_or_skip(self, name: str) -> dict[str, Any]:
-        """Run a stage unless it has finished; return its row of the table of results."""
+        """Run a stage unless it has finished; return the stage's row for the table of results."""
         # Fill in values that earlier stages have determined.
         self.campaign = with_values(self.campaign)
         stage = self.campaign.stage(name)
@@ -184,7 +184,7 @@ class Session:
         self.log(line)
         if commands:
             self.log(f"{stage.name}: evaluation settings changed since it finished: {'; '.join(changes)}")
-            self.log("  to evaluate its weights with the new settings, type")
+            self.log("  to evaluate its weights with the new settings, run")
             for command in commands:
                 self.log(f"  {command}")
 
@@ -239,9 +239,9 @@ class Stopper:
 
 
 def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
-    """Return the stages to run: all, or only those selected by `--only`.
+    """Return the stages to run: all stages, or only those selected by `--only`.
 
-    `only` names a stage, a section of the recipe, or a kind that a single section has. Raises ConfigError for any other
+    `only` names a stage, a section of the recipe, or a kind that only one section has. Raises ConfigError for any other
     name.
     """
     if only is None:

@@ -1,11 +1,12 @@
 """Run one stage of a campaign: check its inputs, run it, and record its outcome.
 
 `run_stage`, in order:
-1. check that its parent stages have finished, and that their outputs are compatible with it;
-2. raise an error if an unfinished stage of the same name has another config: the user undoes the change, or restarts
-   the stage with `--fresh`;
-3. write `stage.json` with the config, which a later start compares with its own;
-4. run the stage (jobs/stages). If a run of a sweep diverges, this is its outcome, which the sweep's table shows;
+1. check that the parent stages have finished, and that their outputs are compatible with this stage;
+2. raise an error if an unfinished stage with the same name has a different config: the user must undo the change, or
+   restart the stage with `--fresh`;
+3. write `stage.json` with the config, with which a later start compares its config;
+4. run the stage (jobs/stages). If a run of a sweep diverges, the divergence is its outcome, which the sweep's table
+   shows;
 5. write `provenance.json`: config, inputs with their digests, code, environment;
 6. write `done.json` last, with the sha256 of every file that other stages may read: from now on the stage is finished,
    and the session (jobs/run/session.py) skips it.
@@ -36,7 +37,7 @@ from pipeline.variables import recorded
 def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     """Run an unfinished stage; return the content of its done.json.
 
-    Raises ConfigError if a parent stage has not run or, unless `fresh`, if this stage is unfinished with another
+    Raises ConfigError if a parent stage has not run or, unless `fresh`, if this stage is unfinished with a different
     config.
     """
     began = time.time()
@@ -80,7 +81,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
 
 
 def check_parents(context: Context) -> None:
-    """Raise ConfigError if a parent stage has not run, Diverged if one has diverged."""
+    """Raise ConfigError if a parent stage has not run, and Diverged if a parent stage has diverged."""
     stage = context.stage
     for field, value in stage.parents.items():
         link = reference(value)
@@ -115,7 +116,7 @@ def record_start(context: Context, began: float) -> None:
 
 
 def outcome_of_divergence(context: Context, error: StageFailed) -> dict[str, Any]:
-    """Return the outcome of a diverged run of a sweep; raise any other error again."""
+    """Return the outcome of a diverged run in a sweep; re-raise any other error."""
     stage = context.stage
     # The largest learning rate of a grid may diverge: the table shows this, and the other runs continue.
     if not stage.is_run or error.kind != Diverged.__name__:
@@ -145,7 +146,7 @@ def write_provenance(context: Context, inputs: Mapping[str, object], outcome: Ma
 
 
 def inputs_of(context: Context, available: Available) -> dict[str, dict[str, str | None]]:
-    """Return the path and digest of every input of a stage, before the stage runs.
+    """Return the path and digest of every input to a stage, before the stage runs.
 
     The digest of a data set is that of its index; `part_of` is the digest of the data set from which a subset was
     selected. The digest of weights is the sha256 recorded with them. Raises DataError if a record was altered.

@@ -1,11 +1,11 @@
-"""Synchronize the small files of a run in an object store with its local folder.
+"""Synchronise the small files of a run in an object store with its local folder.
 
 In the store, next to the checkpoints (data/bucket.py), under the run's URL:
     leases/, attempts/      the owner of the run (jobs/ownership.py); attempts/000000.json tests the store
     status.json, log.txt, <stage>/stage.json, <stage>/weights.safetensors …    as in a run directory
 The run's local folder has the same small files, and sync.json, which names the command that wrote them.
 
-Steps of a command that has the run's lease (`synced`):
+Steps of a command that holds the run's lease (`synced`):
 1. download the small files, unless the last owner used this local folder (`pull`);
 2. upload changed files every minute in a thread, and at the end of each stage and of the command. Before each file,
    check that this command still owns the run.
@@ -38,10 +38,10 @@ Log = Callable[[str], None]
 
 @contextmanager
 def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], None]]:
-    """Synchronize a run's local folder with its object store during the block; yield a function that uploads changes.
+    """Synchronise a run's local folder with its object store during the block; yield a function that uploads changes.
 
-    That function raises RunOwned if another command has taken over the run. If the run is in a shared folder, it only
-    checks this. Raises StorageError.
+    The yielded function raises RunOwned if another command has taken over the run. For a run in a shared folder, it
+    uploads nothing and only checks the owner. Raises StorageError.
     """
     if storage.is_shared:
         yield lease.check
@@ -134,15 +134,15 @@ class Sync:
             self.note()
 
     def note(self) -> None:
-        """Write sync.json: the command that owns these files, and the files that the store has."""
+        """Write sync.json, which records the command that owns these files and the files in the store."""
         write_atomically(self.run / SYNC_FILE, json.dumps({"token": self.lease.record["token"], "known": self.known}))
 
 
 def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> dict[str, int]:
-    """Download the wanted files of a run that its local folder does not have yet; return name → size in bytes.
+    """Download the wanted files of a run that the local folder does not have yet; return file name → size in bytes.
 
-    The folders of attempts are created too, because attempts are counted by them. Raises StorageError, and DataError
-    for an attempt's claim that is not JSON or names a folder outside the run.
+    The folders of attempts are also created, because they are used to count the attempts. Raises StorageError, and
+    DataError for an attempt's claim that is not JSON or names a folder outside the run.
     """
     missing: dict[str, int] = {}
     claims: list[str] = []  # claim files of attempts
@@ -175,7 +175,7 @@ def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> dict[s
 
 
 def last_owner(run: Path) -> tuple[str, dict[str, list[int]]]:
-    """Return the token of the last command that used a local folder, and the files that it had uploaded."""
+    """Return the token of the last command that used a local folder, and the files that this command had uploaded."""
     # If sync.json is missing or damaged, all files are downloaded.
     with suppress(OSError, ValueError, KeyError):
         record = json.loads((run / SYNC_FILE).read_text())
@@ -184,7 +184,7 @@ def last_owner(run: Path) -> tuple[str, dict[str, list[int]]]:
 
 
 def is_synced(name: Path) -> bool:
-    """Return whether a file is one of the synchronized small files; `name` is relative to the run."""
+    """Return whether a file is one of the synchronised small files; `name` is relative to the run."""
     is_elsewhere = any(part in NOT_SYNCED for part in name.parts[:-1])
     return not is_elsewhere and name.as_posix() != SYNC_FILE and not name.name.startswith(".tmp-")
 

@@ -1,4 +1,5 @@
-"""Watchers observe a run: terminal, HTML report, gauges, trackers. A failing watcher never ends the run.
+"""Watchers observe a run: for example the terminal, HTML report, gauges and trackers. A failing watcher never ends the
+run.
 
     class Killer(Watcher):
         def status(self, message: StatusMessage) -> None:
@@ -8,8 +9,8 @@
 
 One command calls, in this order:
 1. `started`, after this command has taken the run's lease;
-2. for each stage, unless it is skipped: `stage`, then `status` about twice a second while its workers run. The state of
-   the stage's first message is "waiting", and that of its last message is "ended";
+2. for each stage, unless it is skipped: `stage`, then `status` about twice a second while its workers run. The
+   first message of a stage has the state "waiting", and the last message the state "ended";
 3. `ended`, after status.json was written. It is not called if another command has taken over the run;
 4. `close`, after the run's lease was released.
 
@@ -33,16 +34,16 @@ class Watcher:
     """Base class of watchers; every method does nothing."""
 
     def started(self, campaign: Campaign, lease: Lease, log: Log) -> None:
-        """Prepare to watch the run of this command."""
+        """Prepare to watch a run; called when this command has taken the lease."""
 
     def stage(self, context: Context) -> None:
-        """Prepare to watch this stage."""
+        """Prepare to watch a stage, which is about to start."""
 
     def status(self, message: StatusMessage) -> None:
         """Show the stage's status. This is called from the driver's loop, so it must return at once."""
 
     def ended(self) -> None:
-        """Show how the command ended; it still holds the run's lease."""
+        """Show how the command ended; the command still holds the run's lease."""
 
     def close(self) -> None:
         """Release the watcher's resources."""
@@ -102,7 +103,7 @@ class Watchers:
                     watcher.status(message)
 
     def close(self) -> None:
-        """Close the watchers in reverse order, the terminal last, because it shows the lines of the others."""
+        """Close the watchers in reverse order, the terminal last, because the other watchers print to it."""
         for watcher in reversed(self.watchers):
             with self.failures_logged(watcher):
                 watcher.close()

@@ -1,7 +1,7 @@
 """The evaluate stage: evaluate weights on data sets with one or more protocols, and write evaluation.json.
 
-1. Reuse the results of earlier evaluations of the same weights in this run: if one data set or protocol changes, only
-   that one is evaluated again.
+1. Reuse the results of earlier evaluations of the same weights in this run: if a data set or protocol changes, only the
+   results that depend on it are computed again.
 2. Compute the missing results on the workers (pipeline/evaluation/worker.py), in one pass over each data set.
 3. Write evaluation.json: values with confidence intervals, and the digests of weights, data sets and protocols.
 
@@ -132,7 +132,7 @@ class EvaluateConfig:
             )
 
     def metrics(self) -> Iterator[str]:
-        """Yield the names of the values in evaluation.json, as `document.entries_of` returns them."""
+        """Yield the names of the values in evaluation.json, like `document.entries_of`."""
         for name in self.sets:
             for protocol in self.protocols:
                 values = [protocol]
@@ -153,7 +153,7 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class NamedRequest:
-    """An evaluation request with its data set's name in the recipe, and the digests that identify its result."""
+    """An evaluation request, with the name of the data set in the recipe and the digests that identify the result."""
 
     name: str  # name of the data set in the recipe
     request: "Request"
@@ -257,13 +257,13 @@ class Evaluate(StageKind):
         return {"metrics": metrics}
 
     def model(self, cfg: EvaluateConfig, source_model: SourceModel) -> ModelConfig | None:
-        """Return the architecture of the weights, also of another project's weights; None if they are missing."""
+        """Return the architecture of the weights, which may be another project's; None if the weights are missing."""
         if any_weights.is_foreign(cfg.init):
             return any_weights.load(cfg.init, cfg.model).config
         return source_model(cfg.init)
 
     def shared_classes(self, cfg: EvaluateConfig) -> list[SharedClasses]:
-        """Return two groups for each test set: with the weights' head if it is used, and with its training set."""
+        """Return groups that must agree on class ids: each test set with the head (if used) and its training set."""
         shared = []
         for name, evaluated in cfg.sets.items():
             test = {f"sets.{name}.test": evaluated.test}
@@ -371,7 +371,7 @@ def requests_of(cfg: EvaluateConfig, context: Context, preprocess: str, leaks: L
 
 
 def earlier_results(context: Context, weights_digest: str) -> dict[Digests, Entry]:
-    """Return results of earlier evaluations of these weights in this run; "from" has the stage folder of each."""
+    """Return results of earlier evaluations of these weights in this run; in each, "from" is the stage folder."""
     results: dict[Digests, Entry] = {}
     model = json.loads(json.dumps(models.to_dict(context.model)))
     for path in sorted(context.campaign.run.glob(f"*/{document.NAME}")):
@@ -400,7 +400,7 @@ def earlier_results(context: Context, weights_digest: str) -> dict[Digests, Entr
 def with_names(
     result: Entry, named: NamedRequest, leaks: LeaksFile | None, trained_on: list[dict[str, str | None]]
 ) -> Entry:
-    """Return a result with the current names and paths of the recipe, which do not affect its values.
+    """Return a result with the current names and paths in the recipe, which do not affect the values.
 
     If leaks are given, the result also lists which training sets were searched for leaked samples and which were not.
     """
@@ -446,7 +446,7 @@ def log_warnings(cfg: EvaluateConfig, context: Context, results: Iterable[Entry]
         unreadable = evaluated["samples"] - evaluated["judged"]
         if unreadable:
             context.log(
-                f"{name}: excluded {unreadable} unreadable samples of {evaluated['path']}; to list them, type "
+                f"{name}: excluded {unreadable} unreadable samples of {evaluated['path']}; to list them, run "
                 f"python -m jobs data check {shlex.quote(evaluated['path'])}"
             )
         nameless = []
@@ -481,7 +481,7 @@ def evaluate_on_workers(cfg: "WorkerConfig", init: str, requests: Sequence["Requ
 
 
 def make_task(cfg: "WorkerConfig", init: str, requests: Sequence["Request"], context: Context, attempt: int) -> Task:
-    """Return the task of an attempt's workers. Raises DataError if the weights have changed."""
+    """Return the task for an attempt's workers. Raises DataError if the weights have changed."""
     any_weights.digest_of(init, context.log)
     return {
         "run": str(context.campaign.run),

@@ -1,4 +1,4 @@
-"""The few-shot stage: evaluate frozen features by linear regression on a few images per class.
+"""The few-shot stage: evaluate frozen features by linear regression on a few training images per class.
 
     fewshot:
       init: "@pretrain"

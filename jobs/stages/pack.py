@@ -184,7 +184,7 @@ class Pack(StageKind):
         return {"sets": packed, "samples_seen": samples_seen}
 
     def is_input(self, cfg: PackConfig, field_name: str) -> bool:
-        """Return whether the key contains a field's content: yes for a subset's parent, no for a path to images."""
+        """Return whether the key depends on a field's content: yes for a subset's parent, no for a path to images."""
         _, name, key = field_name.split(".")
         return key != "path" or cfg.sets[name].source == "subset"
 
@@ -195,8 +195,8 @@ class Pack(StageKind):
     def set_classes(self, cfg: PackConfig, name: str) -> int | str | None:
         """Return a data set's minimum number of classes, from its folders or as published; None if it is unknown.
 
-        For a subset, return its parent data set instead. Before packing, the number is unknown if the data set uses the
-        numbering of another one or excludes classes.
+        For a subset, return its parent data set instead. Before packing, the number is unknown if the data set uses
+        another data set's numbering or excludes classes.
         """
         set_config = cfg.sets[name]
         if set_config.keep or set_config.names or set_config.classes_of or set_config.rename:
@@ -215,7 +215,7 @@ class Pack(StageKind):
             return None
 
     def missing(self, cfg: PackConfig) -> Iterator[str]:
-        """Yield a message for each source path that does not exist, and for folders without class folders."""
+        """Yield a message for each source path that does not exist, and for each folder without class folders."""
         for name, set_config in cfg.sets.items():
             for key, message in missing_paths(set_config).items():
                 yield f"sets.{name}.{key}: {message}"
@@ -257,7 +257,7 @@ class Pack(StageKind):
                 if problem == UNREADABLE:
                     unreadable.append(str(path))
             removal = shlex.join(["rm", "-f", *unreadable, str(folder / DONE)])
-            lines.append("  restore them from a copy; or, to pack the data sets again, type")
+            lines.append("  restore them from a copy; or, to pack the data sets again, run")
             lines.append(f"  {removal}")
             lines.append("  and run the recipe again")
             raise DataError("\n".join(lines))

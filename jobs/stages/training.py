@@ -1,6 +1,6 @@
-"""The stages pretrain and finetune: their checks, and the tasks of their workers.
+"""The stages pretrain and finetune: their checks, and the tasks for their workers.
 
-1. `checks` checks a stage against the cluster and its data, so that a stage that cannot finish never starts.
+1. `checks` checks a stage against the cluster and data, so that a stage that cannot finish does not start.
 2. The supervisor runs attempts; `make_training_task` writes the task for each attempt's workers.
 3. To stop, the driver sends a request to the agents. Rank 0 reads it after a step; all workers commit and exit.
 
@@ -49,26 +49,26 @@ from pipeline.values import counted
 
 
 class Companion(Protocol):
-    """An extra's work in the driver while a stage's attempts run, for example asynchronous evaluation."""
+    """A service that an extra runs in the driver during a stage's attempts, for example asynchronous evaluation."""
 
     def during_attempt(
         self, task: Task, attempt_folder: Path, cluster: ClusterConfig
     ) -> AbstractContextManager[object]:
-        """Return a context manager that starts the work at the beginning of an attempt and stops it at its end."""
+        """Return a context manager that runs the service during an attempt."""
 
     def finish(self) -> None:
-        """Finish the remaining work after the stage's last attempt has succeeded."""
+        """Finish the remaining work of the service after the stage's last attempt has succeeded."""
 
 
 class TrainingExtra:
-    """Base class of the extras of training stages; by default, each method does nothing."""
+    """Base class for extras of training stages; by default, each method does nothing."""
 
     config: type[TrainConfig] | None = None  # subclass of TrainConfig with additional keys
     inputs: ClassVar[Mapping[str, Reads]] = {}  # additional inputs, as in StageKind
     hook = ""  # "module:Class" of a hook that the workers load if a key of `config` is used
 
     def hooks(self, cfg: TrainConfig, context: Context) -> HookOptions:
-        """Return the hooks that the next attempt's workers load, with their options."""
+        """Return the training-loop hooks that the workers of the next attempt load, with the options of each hook."""
         if self.hook and self.config is not None and is_used(cfg, self.config):
             return {self.hook: {}}
         return {}
@@ -78,14 +78,14 @@ class TrainingExtra:
         return {}
 
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
-        """Check a stage before it runs: raise an exception for an error, yield all other results."""
+        """Check a stage before it runs: raise an exception for an error, and yield all other results."""
         return ()
 
     def before(self, cfg: TrainConfig, context: Context) -> None:
         """Prepare a stage after its checks have passed."""
 
     def companion(self, cfg: TrainConfig, context: Context) -> Companion | None:
-        """Return the extra's work during the attempts, if any."""
+        """Return the service to run during the attempts, if any."""
         return None
 
     def after(self, cfg: TrainConfig, context: Context, outcome: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ class Training(StageKind):
         return models.keeps_head(source, model, cfg.new_head)
 
     def shared_classes(self, cfg: TrainConfig) -> list[SharedClasses]:
-        """Return two groups: the training sets with the test set, and the data sets of the probe."""
+        """Return groups of data sets that must agree on class ids: the training and test sets, and the probe's sets."""
         probe_sets = classes_of_probe(cfg.probe)
         if cfg.objective == "masked":
             return [probe_sets]
@@ -217,7 +217,7 @@ class Training(StageKind):
         yield from metrics_of_probe(cfg.probe)
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Check a stage against the cluster, its data and the requirements of extras; yield warnings.
+        """Check a stage against the cluster, the data and the requirements of extras; yield warnings.
 
         Raises ConfigError and DataError.
         """
@@ -316,7 +316,7 @@ class Training(StageKind):
 def accompany(
     companions: Sequence[Companion], task: Task, attempt_folder: Path, cluster: ClusterConfig
 ) -> Iterator[None]:
-    """Run the companions of extras, such as the spare evaluation worker, during an attempt."""
+    """Run the services of extras, such as asynchronous evaluation on a spare worker, during an attempt."""
     with ExitStack() as stack:
         for companion in companions:
             stack.enter_context(companion.during_attempt(task, attempt_folder, cluster))
@@ -334,7 +334,7 @@ def make_training_task(
 ) -> Task:
     """Return the task for an attempt's workers, and write it to task.json for `jobs replay`.
 
-    `began` is when this command started the stage. Raises DataError if the initial weights have changed.
+    `began` is the time at which this command started the stage. Raises DataError if the initial weights have changed.
     """
     from pipeline.worker import Job
 
@@ -440,7 +440,7 @@ def batch_fits(cfg: TrainConfig, world: int) -> bool:
 
 
 def classes_of_probe(probe: ProbeConfig) -> SharedClasses:
-    """Return the two data sets of a probe, which must have the same class ids."""
+    """Return the training and test sets of a probe, which must agree on class ids."""
     sets: dict[str, str] = {}
     if probe.train is not None and probe.test is not None:  # ProbeConfig requires both or none
         sets = {"probe.train": probe.train, "probe.test": probe.test}
@@ -448,7 +448,7 @@ def classes_of_probe(probe: ProbeConfig) -> SharedClasses:
 
 
 def metrics_of_probe(probe: ProbeConfig) -> Iterator[str]:
-    """Yield the names of a probe's metrics, such as "5shot"; none if the probe has no data sets."""
+    """Yield the names of a probe's metrics, such as "5shot"; yield nothing if the probe has no data sets."""
     if probe.train is not None:
         for shots in probe.shots:
             yield f"{shots}shot"
@@ -488,7 +488,7 @@ def check_usable(
 
 
 def check_evaluated(sets: Mapping[str, tuple[str | None, str | None]], available: Available) -> None:
-    """Raise DataError if a test set is unusable, or is the same as its training set.
+    """Raise DataError if a test set is unusable, or is identical to its training set.
 
     `sets` maps a key of the recipe to (test set, training set); each may be None.
     """

@@ -5,7 +5,7 @@
 3. `position_similarity` and `embedding_components` (figure 7) use only the model's parameters.
 
     weights = attention_weights(model, images)                # 12 of (B, 12, 197, 197) for B/16 at 224 pixels
-    attention_map(weights, model.config)                      # (B, 14, 14), the largest entry 1
+    attention_map(weights, model.config)                      # (B, 14, 14); the largest entry is 1
     attention_distance(weights, model.config)                 # (12, 12) pixels, one row per layer
 """
 
@@ -24,7 +24,7 @@ from models.vit import Attention, Block, ViT, ViTConfig, position_table
 
 
 def vit_of(model: nn.Module) -> ViT:
-    """Return the ViT, which may be inside a model for masked prediction; ValueError if there is none."""
+    """Return the ViT, which may be inside a model for masked prediction; raise ValueError if there is none."""
     vit = getattr(model, "vit", model)
     if not isinstance(vit, ViT):
         raise ValueError(f"expected a Vision Transformer, found a {type(model).__name__}")
@@ -33,9 +33,9 @@ def vit_of(model: nn.Module) -> ViT:
 
 @torch.no_grad()
 def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Return the softmax weights (B, H, T, T) of each block, query before key, in float32; needs eval mode.
+    """Return each block's softmax weights (B, H, query, key) in float32; the model must be in eval mode.
 
-    They are recomputed from the inputs of each attention, because fused kernels never form them.
+    They are recomputed from the inputs of each attention layer, because fused kernels never materialise them.
     """
     vit = vit_of(model)
     if vit.block is not Block:
@@ -67,7 +67,7 @@ def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 def rollout(weights: Sequence[Tensor], identity: bool = True) -> Tensor:
-    """Return the contribution of each input token (key) to each output token (query): (B, T, T), rows sum to 1.
+    """Return the contribution of each input token (key) to each output token (query), (B, T, T); rows sum to 1.
 
     Averages heads and multiplies layers, the last on the left. `identity` accounts for the residual connection: it is
     added before the rows are normalised again (paper D.8; authors, vision_transformer issues 18 and 27).
@@ -86,7 +86,7 @@ def rollout(weights: Sequence[Tensor], identity: bool = True) -> Tensor:
 
 
 def attention_map(weights: Sequence[Tensor], config: ViTConfig) -> Tensor:
-    """Return the contribution of each patch to the pooled token by rollout (figure 6): (B, rows, columns), max. 1."""
+    """Return each patch's contribution to the pooled token by rollout (figure 6): (B, rows, columns), maximum 1."""
     mixed = rollout(weights)
     # The head reads the class token, or without one the mean over the patches.
     pooled = mixed[:, 0]
@@ -97,10 +97,11 @@ def attention_map(weights: Sequence[Tensor], config: ViTConfig) -> Tensor:
 
 
 def attention_distance(weights: Sequence[Tensor], config: ViTConfig, renormalise: bool = False) -> Tensor:
-    """Return the mean distance in pixels between query and key patch (figures 7 and 11), (layers, H).
+    """Return the mean distance in pixels between query and key patches (figures 7 and 11), as (layers, H).
 
-    Weighted by attention, averaged over queries and images (128 in the paper). Prefix tokens have no position and are
-    excluded; `renormalise` scales the remaining weights to sum to 1, otherwise excluded weights count as distance 0.
+    Distances are weighted by attention and averaged over queries and images (128 in the paper). Prefix tokens have no
+    position and are excluded; `renormalise` scales the remaining weights to sum to 1, otherwise the excluded weights
+    count as distance 0.
     """
     rows, columns = config.grid
     row = torch.arange(rows, dtype=torch.float64)
@@ -117,9 +118,9 @@ def attention_distance(weights: Sequence[Tensor], config: ViTConfig, renormalise
 
 
 def position_similarity(model: nn.Module) -> Tensor:
-    """Return the cosine similarity between all positions (figure 7, centre), (rows, columns, rows, columns).
+    """Return the cosine similarity of all pairs of positions (figure 7, centre), as (rows, columns, rows, columns).
 
-    If every layer has a table, uses the first one. Raises ValueError if no table is added to the patches.
+    If every layer has a position table, the first table is used. Raises ValueError if no table is added to the patches.
     """
     vit = vit_of(model)
     config = vit.config
@@ -131,10 +132,10 @@ def position_similarity(model: nn.Module) -> Tensor:
 
 
 def embedding_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Tensor]:
-    """Return principal components of the RGB patch filters (figure 7, left), and their shares of the variance.
+    """Return the principal components of the RGB patch filters (figure 7, left), and their shares of the variance.
 
-    At most `count` components (count, C, h, w) of unit length, with the sign that makes the largest entry positive.
-    The paper shows 28, of L/32.
+    There are at most `count` components (count, C, h, w), of unit length and with the sign that makes the largest entry
+    positive. The paper shows 28 components of L/32.
     """
     vit = vit_of(model)
     if vit.stem is not None:

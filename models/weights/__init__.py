@@ -1,1 +1,1 @@
-"""Read and write weight files, in our format and in those of other projects."""
+"""Read and write weight files in our format and in the formats of other projects."""

@@ -5,7 +5,7 @@ A directory with model.json, or a file in such a directory, is in our format, un
     load("ViT-B_16.npz").config      ViTConfig(image_size=(224, 224), patch=(16, 16), classes=21843, width=768, ...)
     save(model, "out", "timm")       writes out/model.safetensors and out/config.json, which timm opens
 
-Nothing here runs code of a file. Training uses only our own format.
+Nothing here executes code from a file. Training uses only our own format.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def save_weights(
 ) -> None:
     """Write a model, or a state dict with its config, to a directory in our format.
 
-    `class_names` are in the order of the outputs, as far as they are known; `preprocessing` is that of the evaluation.
-    Raises ValueError if a state dict comes without its config or does not fit it.
+    `class_names`, if known, are in the order of the outputs; `preprocessing` is the preprocessing for evaluation.
+    Raises ValueError if a state dict is passed without its config, or does not fit it.
     """
     if isinstance(model_or_state, nn.Module):
         state = model_or_state.state_dict()
@@ -98,9 +98,9 @@ def write_tensors(path: Path, state: dict[str, Tensor], writing: Writing) -> Non
 
 
 def load_weights(directory: str | Path) -> tuple[dict[str, Tensor], ModelConfig]:
-    """Return state dict and config of a directory in our format.
+    """Return the state dict and the config from a directory in our format.
 
-    Raises ValueError if they do not fit each other, or if a value is NaN or infinite.
+    Raises ValueError if they do not match, or if a value is NaN or infinite.
     """
     from safetensors.torch import load_file
 
@@ -130,9 +130,9 @@ def module(state: dict[str, Tensor], config: ModelConfig) -> Model:
 def load(path: str | Path, **config: object) -> Model:
     """Load a model in eval mode and float32 from any supported file or directory.
 
-    The architecture is inferred from keys, shapes and a config file next to them; `config` sets fields that these do
-    not tell. Raises ValueError listing every key that is missing, unknown or of the wrong shape,
-    or every tensor that contains NaN or infinity.
+    The architecture is inferred from the keys and shapes, and from a config file next to the weights; `config` sets
+    fields that these do not determine. Raises ValueError listing every key that is missing, unknown or has the wrong
+    shape, or every tensor that contains NaN or infinity.
     """
     file = Path(path)
     directory = file if file.is_dir() else file.parent
@@ -154,12 +154,13 @@ def save(
     loss: str | None = None,
     form: dict[str, Any] | None = None,
 ) -> None:
-    """Write the model so that readers of the format compute the same logits; ValueError if that is impossible.
+    """Save the model so that readers of the format compute the same logits; raise ValueError if that is impossible.
 
-    format: safetensors (our directory), npz or pth (files of vit_jax, and of DINOv2 or DINOv3, without class names and
-    preprocessing), timm or hf (directories for these libraries). Without `preprocessing`, timm and hf get evaluation's
-    default: squash the image to the model's size. `loss`, sigmoid or softmax, trained the head: hf stores it as
-    `problem_type`. `form` (`form_of`) is that in which the weights were imported, which timm and hf prefer.
+    format: safetensors (our directory); npz or pth (the file formats of vit_jax, and of DINOv2 or DINOv3, which store
+    no class names or preprocessing); timm or hf (directories for these libraries). Without `preprocessing`, timm and hf
+    record the default of evaluation: squash the image to the model's size. `loss` is the loss that trained the head,
+    sigmoid or softmax; hf stores it as `problem_type`. `form` (`form_of`) is the form in which the weights were
+    imported; timm and hf use it if possible.
     """
     path = Path(path)
     if format == "safetensors":

@@ -1,4 +1,4 @@
-"""File names in a folder of weights, and readers of the small files, which need no torch.
+"""File names in a weights folder, and readers for the small files, which do not need torch.
 
     weights.safetensors + model.json    our format, passed from stage to stage; optionally with
     classes.json, preprocessing.json    the class names, and the preprocessing used in evaluation
@@ -28,9 +28,9 @@ THEIR_PREPROCESSOR = "preprocessor_config.json"  # of transformers; timm stores 
 
 
 def foreign() -> Any:
-    """Import the module that reads and writes the formats of other projects, and torch.
+    """Import and return the module (and torch) that reads and writes the formats of other projects.
 
-    Raises ValueError if it is not installed.
+    Raises ValueError if the module is not installed.
     """
     name = "models.extras.weights.formats"
     try:
@@ -42,10 +42,10 @@ def foreign() -> Any:
 
 
 def load_class_names(path: str | Path) -> tuple[str, ...]:
-    """Return the class names of any supported file or directory, in the order of the outputs; () if it has none.
+    """Return the class names from any supported file or directory, in the order of the outputs; () if it has none.
 
-    Reads our classes.json, `id2label` of Hugging Face's config.json, or `label_names` of timm's. Raises ValueError if
-    they are not a list of strings.
+    Reads our classes.json, `id2label` in a Hugging Face config.json, or `label_names` in a timm config.json. Raises
+    ValueError if the names are not a list of strings.
     """
     path = Path(path)
     directory = path if path.is_dir() else path.parent
@@ -65,11 +65,11 @@ def load_class_names(path: str | Path) -> tuple[str, ...]:
 
 
 def load_preprocessing(path: str | Path) -> Preprocessing | None:
-    """Return the preprocessing with which weights are evaluated; None if it was not recorded.
+    """Return the preprocessing to use when weights are evaluated; None if it was not recorded.
 
-    It is that of our preprocessing.json, of timm's config.json, or of transformers' preprocessor_config.json, for
-    images of the size that this file names. Warns if we have no ops for another library's preprocessing. Raises
-    ValueError if our file has other fields than `save_weights` writes.
+    Reads our preprocessing.json, timm's config.json, or transformers' preprocessor_config.json; the image size is the
+    size in that file. Warns if we have no ops for another library's preprocessing. Raises ValueError if our file has
+    fields that `save_weights` does not write.
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent
@@ -87,11 +87,11 @@ def load_preprocessing(path: str | Path) -> Preprocessing | None:
             fields[name] = tuple(value) if isinstance(value, list) else value
         return Preprocessing(**fields)
     except (AttributeError, TypeError) as error:
-        raise ValueError(f"{file} is not a valid record of a preprocessing: {error}") from None
+        raise ValueError(f"{file} is not a valid preprocessing record: {error}") from None
 
 
 def load_foreign_preprocessing(folder: Path) -> Preprocessing | None:
-    """Return the preprocessing that a folder of timm or transformers names; warn and return None if we lack its ops."""
+    """Return the preprocessing recorded in a timm or transformers folder; warn and return None if no ops match."""
     try:
         if (folder / THEIR_PREPROCESSOR).is_file():
             return Preprocessing.from_hf(json.loads((folder / THEIR_PREPROCESSOR).read_text()))

@@ -1,8 +1,8 @@
-"""The preprocessing with which weights were evaluated, and its translation from and for other libraries.
+"""Preprocessing of images for evaluation, and its conversion from and to the formats of other libraries.
 
-1. A stage writes it to preprocessing.json next to its weights; one digest seals both. An import writes that of the
-   other library, which `from_timm` and `from_hf` read.
-2. `for_timm` returns fields of timm's `pretrained_cfg`, `for_hf` the preprocessor_config.json of transformers. Both
+1. A stage writes its preprocessing to preprocessing.json next to its weights; one digest seals both. An import writes
+   the other library's preprocessing, which `from_timm` and `from_hf` read.
+2. `for_timm` returns fields for timm's `pretrained_cfg`, `for_hf` a preprocessor_config.json for transformers. Both
    raise ValueError if the library cannot do the same, and warn if its pixels differ by more than rounding.
 
     resize_small(256)|central_crop(224)    resize 256, size (224, 224), interpolation "area"
@@ -52,7 +52,7 @@ HF_PROCESSORS: dict[str, tuple[tuple[float, ...], tuple[float, ...], str, bool, 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How an image becomes a model's input: resized, cropped at its centre, and normalised."""
+    """The steps that turn an image into a model's input: resize, centre crop and normalisation."""
 
     ops: str  # as in a recipe
     size: tuple[int, int]  # of the result, (height, width)
@@ -63,9 +63,9 @@ class Preprocessing:
 
     @classmethod
     def from_timm(cls, described: Mapping[str, Any], size: tuple[int, int]) -> Preprocessing:
-        """Return what timm.data.create_transform does with these fields of `pretrained_cfg`, for images of `size`.
+        """Return the preprocessing that timm.data.create_transform applies for these `pretrained_cfg` fields.
 
-        Raises ValueError if we have no ops for it.
+        `size` is the image size. Raises ValueError if we have no ops for this preprocessing.
         """
         # timm's own defaults for missing fields.
         crop_pct = described.get("crop_pct") or 0.875
@@ -94,9 +94,9 @@ class Preprocessing:
 
     @classmethod
     def from_hf(cls, described: Mapping[str, Any]) -> Preprocessing:
-        """Return what transformers' image processor of a preprocessor_config.json does.
+        """Return the preprocessing that transformers applies for the contents of a preprocessor_config.json.
 
-        Raises ValueError if we have no ops for it.
+        Raises ValueError if we have no ops for this preprocessing.
         """
         kind = described.get("image_processor_type") or described.get("feature_extractor_type") or ""
         name = kind.removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor")
@@ -136,9 +136,9 @@ class Preprocessing:
         )
 
     def at_size(self, size: tuple[int, int]) -> Preprocessing:
-        """Return the same preprocessing for images of another size, with the same fraction of the image.
+        """Return the same preprocessing for another model size, keeping the same fraction of the image.
 
-        Raises ValueError if the ops are not those of an import.
+        Raises ValueError if the ops are not those written by an import.
         """
         if size == self.size:
             return self
@@ -156,7 +156,7 @@ class Preprocessing:
         return replace(self, ops=pillow_ops(resize, self.filter, size, crop), size=size, resize=resize)
 
     def for_timm(self) -> dict[str, Any]:
-        """Return the fields of `pretrained_cfg` with which timm.data.create_transform makes the same pixels."""
+        """Return the `pretrained_cfg` fields with which timm.data.create_transform produces the same pixels."""
         self.check("timm")
         height, width = self.size
         is_squashed = isinstance(self.resize, tuple)
@@ -168,7 +168,7 @@ class Preprocessing:
         resized = (math.floor(height / crop_pct), math.floor(width / crop_pct))
         if resized != sides or (height != width and not is_squashed):
             raise ValueError(
-                f"timm has one crop_pct for both sides, and no value gives the pixels of {self.ops!r}\n"
+                f"timm has one crop_pct for both sides, and no crop_pct reproduces {self.ops!r}\n"
                 "  save as safetensors, or use ops that squash both sides: --preprocess 'resize(SIZE)'"
             )
         return {
@@ -181,7 +181,7 @@ class Preprocessing:
         }
 
     def for_hf(self) -> dict[str, Any]:
-        """Return the preprocessor_config.json with which transformers' AutoImageProcessor makes the same pixels."""
+        """Return the preprocessor_config.json with which transformers' AutoImageProcessor produces the same pixels."""
         self.check("transformers")
         height, width = self.size
         size = {"shortest_edge": self.resize}
@@ -207,28 +207,28 @@ class Preprocessing:
 
     @property
     def filter(self) -> str:
-        """Return the name of Pillow's filter that is nearest to the interpolation."""
+        """Return the name of the Pillow filter that is most similar to the interpolation."""
         return self.interpolation if self.interpolation in RESAMPLE else "bilinear"
 
     def check(self, library: str) -> None:
-        """Raise ValueError if a library cannot do the same preprocessing; warn if its pixels will differ."""
+        """Raise ValueError if a library cannot do the same preprocessing; warn if its output pixels will differ."""
         if self.resize is None:
             raise ValueError(
                 f"{library} resizes an image once and then crops its centre, but {self.ops!r} does something else\n"
-                "  save as safetensors, or use such ops: --preprocess 'resize_small(SIZE)|central_crop(SIZE)'"
+                "  save as safetensors, or use ops of that form: --preprocess 'resize_small(SIZE)|central_crop(SIZE)'"
             )
         remaining = REMAINING[self.interpolation]
         if remaining:
             warnings.warn(
-                f"{library} resizes with another filter than {self.ops!r}: images of that size get the same pixels, "
-                f"larger images differ (by {remaining} of −1 … 1 on average for a photograph shrunk 3 times: "
+                f"{library} resizes with a different filter than {self.ops!r}: images of that size get the same "
+                f"pixels, larger images differ (by {remaining} of −1 … 1 on average for a photograph shrunk 3 times: "
                 "docs/models.md)",
                 stacklevel=4,
             )
 
 
 def pillow_ops(resize: int | tuple[int, int], interpolation: str, size: tuple[int, int], crop: str) -> str:
-    """Return evaluation ops with a filter of Pillow, and the op `crop`: libraries round half pixels differently."""
+    """Return evaluation ops with a Pillow filter and the op `crop`, because libraries round half pixels differently."""
     ops = f"resize_pillow({resize}, '{interpolation}')"
     if resize == size:
         return ops
@@ -237,12 +237,12 @@ def pillow_ops(resize: int | tuple[int, int], interpolation: str, size: tuple[in
 
 
 def named_filter(interpolation: str) -> str:
-    """Return the key of REMAINING for a filter of Pillow."""
+    """Return the REMAINING key of a Pillow filter."""
     return "bilinear antialiased" if interpolation == "bilinear" else interpolation
 
 
 def hf_size(size: Any, is_square: bool) -> int | tuple[int, int]:
-    """Return a `size` of transformers as a pair, or as a number if it is that of the shorter side."""
+    """Return a transformers `size` as a pair, or as a number if it is the length of the shorter side."""
     if isinstance(size, int):
         return (size, size) if is_square else size
     if isinstance(size, list | tuple) and len(size) == 2:

@@ -1,1 +1,1 @@
-"""Checkpoints: written, committed, verified, read and deleted."""
+"""Write, commit, verify, read and delete checkpoints."""

@@ -2,8 +2,8 @@
 
     MANIFEST.json   {"step": 1200, …, "files": {"rank-00000.safetensors": {"bytes": 4096, …}}, "sha256": "9f3c…"}
 
-For each worker's file the manifest has the sha256 of the whole file and a short digest of every chunk, so that a reader
-can verify only the part that it needs.
+For each worker's file, the manifest contains the sha256 of the whole file and a short digest of every chunk, so that a
+reader can verify only the part that it needs.
 
 This module does not import torch, which takes 1.4 CPU-seconds, because `status` reads manifests too. The records of a
 stage list files in the same way (pipeline/artifacts.py). pipeline/checkpoints/reader.py reads the checkpoints.
@@ -52,7 +52,7 @@ class ChunkedRecord(FileRecord):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a checkpoint's manifest; plain data that prints."""
+    """The contents of a checkpoint's manifest, as plain data."""
 
     step: int
     samples_seen: int
@@ -73,7 +73,7 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """Return the name of the checkpoint that a save becomes when it is committed."""
+        """Return the name that the checkpoint has once it is committed."""
         return f"step-{self.step:010d}"
 
     @property
@@ -83,7 +83,7 @@ class Manifest:
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A file of a checkpoint differs from what was committed; another checkpoint may be intact."""
+    """A file in a checkpoint differs from the committed file; other checkpoints may be intact."""
 
 
 class NewerSchema(CheckpointError):
@@ -104,15 +104,16 @@ def newest_attempt(storage: Storage) -> int:
 
 
 def attempt_folder(directory: Path, attempt: int) -> Path:
-    """Return the folder for the records, logs and phases of an attempt's workers, inside their stage's folder.
+    """Return the folder, inside the stage's folder, for the records, logs and phases of an attempt's workers.
 
-    `attempt` counts over the whole run, because it fences off late commits; logs and metrics.jsonl use the same number.
+    `attempt` counts all attempts in the run, because it is the fencing token that rejects late commits; logs and
+    metrics.jsonl use the same number.
     """
     return directory / "attempts" / f"attempt-{attempt:06d}"
 
 
 def committed(folder: Path) -> list[Path]:
-    """List the checkpoints in a folder, newest step first; for equal steps the later attempt first."""
+    """List the checkpoints in a folder, newest step first; for equal steps, the later attempt comes first."""
     return [folder / name for name in Folder(folder).published("")]
 
 
@@ -132,14 +133,14 @@ def sealed(manifest: Manifest) -> bytes:
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read and check the manifest of a checkpoint.
 
-    Raises CheckpointError if the manifest is missing, truncated or altered, of another step, or newer than this code.
-    Raises OSError if the storage fails; the checkpoint may then be intact.
+    Raises CheckpointError if the manifest is missing, truncated or altered, belongs to another step, or is newer than
+    this code. Raises OSError if the storage fails; the checkpoint may then be intact.
     """
     return manifest_in(Folder(checkpoint.parent), checkpoint.name)
 
 
 def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
-    """Read a manifest like `read_manifest`, but by the checkpoint's name in a storage; also raises StorageError."""
+    """Like `read_manifest`, for a checkpoint given by its name in a storage; also raises StorageError."""
     path = f"{storage.address(checkpoint)}/{MANIFEST}"
     try:
         content = storage.read(f"{checkpoint}/{MANIFEST}")
@@ -173,12 +174,12 @@ def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
 
 
 def sizes_in(storage: Storage, folder: str) -> dict[str, int]:
-    """Return the size of every file in a folder, by its name there. Raises StorageError, OSError."""
+    """Return {file name: size} for every file in a folder. Raises StorageError, OSError."""
     return {name.removeprefix(f"{folder}/"): size for name, size in storage.list(folder).items()}
 
 
 def inspect_checkpoint(storage: Storage, checkpoint: str) -> Manifest:
-    """Read a checkpoint's manifest, and check that exactly the listed files exist with the listed sizes.
+    """Read a checkpoint's manifest, and check that exactly the listed files exist and have the listed sizes.
 
     Raises CheckpointError naming the file and the difference; OSError or StorageError if the storage fails.
     """
@@ -201,7 +202,7 @@ def inspect_checkpoint(storage: Storage, checkpoint: str) -> Manifest:
 
 
 def unreadable(path: Path | str, error: OSError) -> Exception:
-    """Return the error to raise: DamagedCheckpoint if the file is bad, the same OSError if the storage fails."""
+    """Return the error to raise: DamagedCheckpoint if the file is damaged, the OSError itself if the storage fails."""
     if error.errno in UNREADABLE:
         return DamagedCheckpoint(f"{path}: {error.strerror or error}")
     return error
@@ -226,7 +227,7 @@ def chunk_bytes_of(size: int) -> int:
 
 
 def digest_chunks(chunks: Iterable[memoryview], chunk_bytes: int) -> ChunkedRecord:
-    """Return the size and digests of a file with these chunks, each of which is read once."""
+    """Return the size and digests of a file that consists of these chunks; each chunk is read once."""
     file_digest = hashlib.sha256()
     digests: list[str] = []
     size = 0
@@ -249,7 +250,7 @@ def check_size(path: Path, expected: FileRecord) -> None:
 
 
 def chunks_of(path: Path, chunk_bytes: int) -> Iterator[memoryview]:
-    """Iterate the chunks of a file; each is overwritten when the next one is read."""
+    """Iterate over the chunks of a file; each chunk is overwritten when the next chunk is read."""
     memory = memoryview(bytearray(chunk_bytes))
     with open(path, "rb", buffering=0) as file:
         while length := file.readinto(memory):

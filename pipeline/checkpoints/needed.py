@@ -4,8 +4,8 @@
        <stage>/evaluations/step-0000001200.requested
 2. The step of the best evaluation so far (`keep_best`), from the stage's metrics.jsonl.
 
-Commands use this module without torch. During training the extras with these keys pass the steps to the saver
-(`Saver.needed`).
+Commands use this module without torch. During training, the extras that define these recipe keys pass the steps to the
+saver (`Saver.needed`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -21,7 +21,7 @@ REQUESTED = ".requested"
 def needed_steps(stage: Path, metric: str | None, committed: Callable[[], Collection[int]]) -> list[int]:
     """Return the steps of a stage whose checkpoints must be kept.
 
-    `metric` is the stage's `keep_best`; `committed` returns the steps with a checkpoint.
+    `metric` is the stage's `keep_best` metric; `committed` returns the steps that have a checkpoint.
     """
     return requested_steps(stage) + steps_of_best(stage, metric, committed)
 
@@ -46,14 +46,14 @@ def requested_steps(stage: Path) -> list[int]:
 
 
 class BestStep(TypedDict):
-    """The highest value of a metric, and its step; the first step if several are equal."""
+    """The highest value of a metric, and the first step that reached it."""
 
     value: float
     step: int
 
 
 def evaluations_of(records: Iterable[Record]) -> dict[int, dict[str, float]]:
-    """Return the metrics of each evaluated step, by step in ascending order; repeated steps count once."""
+    """Return {step: metrics} for all evaluated steps, in ascending order; repeated steps count once."""
     evaluations: dict[int, dict[str, float]] = {}
     for record in records:
         if record["kind"] == "evaluate":
@@ -67,7 +67,7 @@ def evaluations_of(records: Iterable[Record]) -> dict[int, dict[str, float]]:
 
 
 def best_of(evaluations: Mapping[int, Mapping[str, float]]) -> dict[str, BestStep]:
-    """Return the best value of each metric; `evaluations` must be in ascending order of steps."""
+    """Return the best value of each metric; `evaluations` must be sorted by step."""
     best: dict[str, BestStep] = {}
     for step, scores in evaluations.items():
         for name, value in scores.items():
@@ -77,16 +77,16 @@ def best_of(evaluations: Mapping[int, Mapping[str, float]]) -> dict[str, BestSte
 
 
 def best_commit(stage: Path, metric: str, committed: Collection[int]) -> BestStep | None:
-    """Return the best evaluation among the steps with a checkpoint; None if there is none yet."""
+    """Return the best evaluation among the steps with a checkpoint; None if none of these steps has been evaluated."""
     evaluations = evaluations_of(read_metrics(stage, None))
     with_checkpoint = {step: scores for step, scores in evaluations.items() if step in committed}
     return best_of(with_checkpoint).get(metric)
 
 
 def steps_of_best(stage: Path, metric: str | None, committed: Callable[[], Collection[int]]) -> list[int]:
-    """Return a list with the step of the best evaluation among those with a checkpoint.
+    """Return a list with one step: the best-evaluated step among the steps with a checkpoint.
 
-    The list is empty if no metric is set or if there is no such evaluation yet.
+    The list is empty if no metric is set, or if none of these steps has been evaluated.
     """
     best = None
     if metric is not None:

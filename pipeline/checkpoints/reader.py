@@ -1,4 +1,4 @@
-"""Reads one checkpoint on this node's disk at any world size; every byte is verified before it is returned.
+"""Reads a checkpoint from this node's disk at any world size, and verifies every byte before returning it.
 
 In a checkpoint's folder:
     rank-00000.safetensors   a worker's fragments, with keys "name|kind|start"
@@ -6,9 +6,9 @@ In a checkpoint's folder:
 
 1. `FragmentFile` reads and checks the header of a worker's file, which lists the position of each fragment.
 2. A range of a fragment is read chunk by chunk into its destination, and each chunk is verified right after it is read.
-   The two chunks at the ends of a range are read and verified whole, although only a part of them is returned.
+   The two chunks at the ends of a range are read and verified completely, although only a part of them is returned.
 3. `Reader` finds a range of a parameter in the fragments of all files. Fragments are independent of the world size and
-   the ZeRO stage, so any topology can load what any other has saved.
+   the ZeRO stage, so any topology can load a checkpoint saved by any other.
 
 In:  step-0000001200/rank-00000.safetensors with "head.bias|master|0", five numbers, and rank-00001 with
      "head.bias|master|5", five more
@@ -72,7 +72,7 @@ def verify(checkpoint: Path) -> Manifest:
 
 
 class FragmentFile:
-    """One worker's file of a checkpoint: reads its fragments by their keys, "name|kind|start"."""
+    """One worker's file in a checkpoint; fragments are read by their keys, "name|kind|start"."""
 
     def __init__(self, path: Path, record: ChunkedRecord) -> None:
         """Open the file and read its header.
@@ -111,16 +111,16 @@ class FragmentFile:
             raise DamagedCheckpoint(f"{path} has no valid fragments: {error}") from None
 
     def read(self, key: str, first: int, out: Tensor) -> None:
-        """Fill a flat fp32 tensor in host memory with a fragment's elements, starting at its element `first`.
+        """Fill a flat fp32 tensor in host memory from a fragment, starting at the fragment's element `first`.
 
-        Raises DamagedCheckpoint if the bytes differ from what was committed, OSError if the storage fails.
+        Raises DamagedCheckpoint if the bytes differ from the committed bytes, OSError if the storage fails.
         """
         data_begins, count = self.places[key]
         assert first + out.numel() <= count, (key, first, out.numel(), count)
         self.fill(out.numpy().data.cast("B"), data_begins + FLOAT_BYTES * first)
 
     def fill(self, target: memoryview, begin: int) -> None:
-        """Fill memory with the file's bytes from byte `begin` on, verified chunk by chunk."""
+        """Fill `target` with bytes from the file, starting at byte `begin`; verify them chunk by chunk."""
         position = begin
         end = begin + len(target)
         while position < end:
@@ -174,7 +174,7 @@ class FragmentFile:
 
 
 class Piece(NamedTuple):
-    """Where elements [start, start + length) of a parameter's master weight or moment are stored: a key in a file."""
+    """The file and key that store elements [start, start + length) of a parameter's master weight or moment."""
 
     start: int
     length: int
@@ -186,11 +186,11 @@ class Reader:
     """Random access to the parameters in a checkpoint, independent of the world size and ZeRO stage that wrote it."""
 
     def __init__(self, checkpoint: Path, files: Mapping[str, ChunkedRecord], share: float | None = None) -> None:
-        """Open all files of a manifest; or, with a `share`, open files only as they are needed.
+        """Open all files in a manifest; or, with a `share`, open files only as they are needed.
 
         `share`, from 0 to 1, is the expected position of the wanted fragments among the files: near 0 for the first
-        worker, near 1 for the last. The nearest files are opened first, so a worker of the same world size needs one
-        file, and of another world size a few instead of all.
+        worker, near 1 for the last. The nearest files are opened first, so a worker opens a single file if the world
+        size has not changed, and otherwise a few files instead of all.
 
         Raises DamagedCheckpoint if an opened file does not match its record or has no valid fragments.
         """
@@ -210,7 +210,7 @@ class Reader:
             self.unopened = deque(sorted(by_rank, key=lambda file: abs(rank_of[file] - middle)))
 
     def open_next(self) -> None:
-        """Open one more file and list its fragments; their data is read later, when it is needed."""
+        """Open one more file and list its fragments; their data is read only when it is needed."""
         file = self.unopened.popleft()
         self.make_room()
         fragments = FragmentFile(self.checkpoint / file, self.records[file])
@@ -223,14 +223,14 @@ class Reader:
 
     @property
     def hashed_bytes(self) -> int:
-        """Return the number of verified bytes."""
+        """Return the number of bytes verified so far."""
         return sum(fragments.hashed_bytes for fragments in self.opened.values())
 
     def __call__(self, name: str, kind: str, start: int, count: int) -> Tensor:
         """Return elements [start, start + count) of one parameter's master weight or moment, flat fp32.
 
         Raises CheckpointError if the checkpoint lacks the parameter or a part of the range, DamagedCheckpoint if the
-        bytes differ from what was committed.
+        bytes differ from the committed bytes.
         """
         # The range may span files of several workers, depending on the world size that saved it.
         out = torch.empty(count)
@@ -252,7 +252,7 @@ class Reader:
         return out
 
     def read(self, piece: Piece, first: int, out: Tensor) -> None:
-        """Fill a flat tensor with a parameter's elements from its element `first` on, all from a single piece."""
+        """Fill a flat tensor from a single piece, starting at the parameter's element `first`."""
         fragments = self.opened[piece.file]
         if fragments.handle is None:
             self.make_room()
@@ -260,16 +260,16 @@ class Reader:
         fragments.read(piece.key, first - piece.start, out)
 
     def make_room(self) -> None:
-        """Close all open files if one more would exceed the limit: a checkpoint has a file per worker."""
+        """Close all open files if another would exceed the limit on open files: a checkpoint has a file per worker."""
         if len(self.with_handle) >= MOST_OPEN:
             for fragments in self.with_handle:
                 fragments.close()
             self.with_handle.clear()
 
     def weights(self, shapes: Mapping[str, torch.Size], kind: str = "master") -> dict[str, Tensor]:
-        """Return whole fp32 parameters, or their "average", by name: the weights that the next stage starts from.
+        """Return {name: complete fp32 parameter} (or their "average"): the weights that the next stage starts from.
 
-        All files must be open. Raises CheckpointError as a call does.
+        All files must be open. Raises the same errors as `__call__`.
         """
         flats: dict[str, Tensor] = {}
         pieces_of_file: dict[str, list[tuple[str, Piece]]] = {}  # file → [(parameter, piece)]
@@ -297,7 +297,7 @@ def check_complete(count: int, expected: int, name: str, kind: str) -> None:
 
 
 def export(folder: Path, model_config: ModelConfig) -> dict[str, Tensor]:
-    """Return the whole fp32 weights of a committed checkpoint: the averaged weights if it has them."""
+    """Return the complete fp32 weights of a committed checkpoint; the averaged weights if it has them."""
     manifest = read_manifest(folder)
     # Only the shapes are needed; on the meta device the model takes no memory.
     with torch.device("meta"):

@@ -1,7 +1,7 @@
-"""Loads one checkpoint into the engines of all workers: a joint decision, then each worker reads its own part.
+"""Loads a checkpoint into the engines of all workers: they agree on a checkpoint, then each reads its own part.
 
-`choose_together` agrees on the newest checkpoint and makes its files readable on every node; `load_together` loads it
-into the engines, or an older one if it is damaged. Both are collective.
+`choose_together` agrees on the newest checkpoint and makes its files readable on every node; `load_together` loads it,
+or an older checkpoint if it is damaged, into the engines. Both are collective.
 
 In:  step-0000001200 of two workers, with a flipped bit in rank-00001.safetensors; step-0000001100
 Out: bad-0000001200-000007, and engines that hold step 1100, on any number of workers
@@ -30,8 +30,8 @@ Fill: TypeAlias = Callable[[Callable[[str, str, int, int], Tensor], int], None]
 def choose_together(checkpoints: StageCheckpoints, attempt: int, log: Log) -> Chosen | None:
     """Collective: return the newest checkpoint whose files all have the recorded sizes; None if there is none.
 
-    Files that had to be copied to the nodes are fully verified. Raises CheckpointError on all workers: for the reasons
-    of `StageCheckpoints.choose`, if the storage fails, or if a single node cannot read the checkpoint.
+    Files that had to be copied to the nodes are fully verified. Raises CheckpointError on all workers if
+    `StageCheckpoints.choose` does, if the storage fails, or if any node cannot read the checkpoint.
     """
     while True:
         # 1. Rank 0 deletes leftovers and picks the newest checkpoint with a valid manifest and files of the right
@@ -82,10 +82,10 @@ def choose_together(checkpoints: StageCheckpoints, attempt: int, log: Log) -> Ch
 
 
 def load_together(fill: Fill, checkpoints: StageCheckpoints, chosen: Chosen, attempt: int, log: Log) -> Chosen:
-    """Collective: load a checkpoint, or the newest intact one before it, into the engine; return which was loaded.
+    """Collective: load the chosen checkpoint, or the newest intact older one, into the engine; return the loaded one.
 
-    Raises CheckpointError on all workers: for the reasons of `choose_together`, if a worker cannot read the files
-    or reads other bytes than rank 0, and if the checkpoint belongs to another model.
+    Raises CheckpointError on all workers if `choose_together` does, if a worker cannot read the files or reads
+    different bytes than rank 0, or if the checkpoint belongs to another model.
     """
     while True:
         # 1. Every worker opens the files with its fragments and reads them; each chunk is verified as it is read. The
@@ -130,9 +130,9 @@ def load_together(fill: Fill, checkpoints: StageCheckpoints, chosen: Chosen, att
 
 
 class Reading:
-    """Reads a checkpoint for one worker without raising: it keeps the first failure and returns zeros from then on.
+    """Reads a checkpoint for one worker without raising: it stores the first failure, and then returns zeros.
 
-    Filling an engine ends with a collective, in which the other workers would wait for a failed one.
+    Filling an engine ends with a collective, in which the other workers would otherwise wait for a failed worker.
     """
 
     def __init__(self, chosen: Chosen) -> None:
@@ -156,9 +156,9 @@ class Reading:
 
 
 def on_rank_0(work: Callable[[], Value], what_happened: str = "") -> Value:
-    """Collective: run `work` on rank 0; return its value, or raise its CheckpointError or RunOwned, on every worker.
+    """Collective: run `work` on rank 0; on every worker, return its value, or raise its CheckpointError or RunOwned.
 
-    `what_happened` starts the message if the storage fails.
+    `what_happened` is the beginning of the error message if the storage fails.
     """
     outcome: list[Value | CheckpointError | RunOwned | None] = [None]
     if dist.get_rank() == 0:
@@ -176,5 +176,5 @@ def on_rank_0(work: Callable[[], Value], what_happened: str = "") -> Value:
 
 
 def cannot_read(error: Exception) -> CheckpointError:
-    """Return the error for a start that cannot reach its storage; no checkpoint is to blame."""
+    """Return the error for an attempt that cannot read from its storage; the checkpoints may be intact."""
     return CheckpointError(f"cannot read the checkpoints: {error}\n  nothing was changed; check the storage")

@@ -1,4 +1,4 @@
-"""Saves checkpoints in the background of training: one save in flight, committed by rank 0 when all files are written.
+"""Saves checkpoints in the background: one save at a time, which rank 0 commits when all files are written.
 
 A save consists of these steps:
 1. `Saver.begin`: every worker copies its fragments into host memory, which blocks the training loop, and starts a
@@ -6,11 +6,11 @@ A save consists of these steps:
 2. Rank 0's thread fsyncs the metrics and checks the free disk space, so that a save that cannot fit fails before rank 0
    writes anything. Each thread writes its worker's file under `.tmp-<step>-<attempt>/` and fsyncs it, while a second
    thread computes the digests from the same memory.
-3. From the training loop's per-step status every worker learns when all threads have ended (`Saver.written`).
+3. The training loop's per-step reduction tells every worker when all threads have ended (`Saver.written`).
 4. `Saver.finish`: the workers exchange sizes and digests, and rank 0 commits: it checks that its attempt still owns the
    run and that it sees every worker's file, writes the manifest, fsyncs, renames the folder and fsyncs its parent.
-5. Rank 0 reports the checkpoint and deletes old ones in a thread during training. If the disk has no room for another
-   checkpoint next to the old ones, the other workers learn of the commit only after the deletion.
+5. Rank 0 reports the checkpoint, and deletes old checkpoints in a thread during training. If the disk has no room for
+   another checkpoint before that deletion, the other workers are told of the commit only after it.
 
 In:  checkpoints/.tmp-0000001200-000007/rank-00000.safetensors …
 Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (reader.py reads them)
@@ -18,7 +18,7 @@ Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (r
 A failed save loses that checkpoint but does not stop the run; `max_failed_saves` consecutive failures end it.
 
 The free disk space is checked before each save (`check_room`) and before a run (`check_disk_space`). For example, 5,000
-parameters under Adam with keep=3 and 99.9 kB free are refused:
+parameters with Adam and keep=3 are refused if 99.9 kB are free:
     276.4 kB needed under /runs/x/pretrain-…/checkpoints (4 checkpoints of 64.1 kB, …), 99.9 kB free
 
 Step 4 is implemented in stage_checkpoints.py. If the nodes share no folder, the thread of step 2 uploads the file to an
@@ -60,8 +60,8 @@ DELETING_S = 60.0  # longest wait for a deletion, so that a hanging storage does
 class Saver:
     """Saves checkpoints in the background, one at a time.
 
-    `begin` blocks the loop for a copy into host memory; `finish` commits the files of all workers; `end` waits for
-    pending deletions.
+    `begin` blocks the loop while it copies the state into host memory; `finish` commits the files of all workers;
+    `end` waits for pending deletions.
     """
 
     def __init__(
@@ -97,16 +97,16 @@ class Saver:
 
     @property
     def in_flight(self) -> bool:
-        """Return whether a save has begun and has not been committed yet."""
+        """Return whether a save has begun but has not been committed yet."""
         return self.thread is not None
 
     @property
     def written(self) -> bool:
-        """Return whether this worker's writing thread has ended, successfully or not."""
+        """Return whether this worker's writing thread has ended, whether or not it succeeded."""
         return self.thread is not None and not self.thread.is_alive()
 
     def is_due(self, step: int, *, is_evaluated: bool, is_finite: bool) -> bool:
-        """Return whether to save this step; `is_finite`: whether its gradient was finite."""
+        """Return whether to save this step; `is_finite` is whether the step's gradient was finite."""
         is_planned = step % self.saving.save_every == 0 or (is_evaluated and self.saves_evaluated)
         # Do not commit while steps are non-finite: the run would count that commit as progress and never roll back
         # past it.
@@ -116,7 +116,7 @@ class Saver:
         """Collective: commit this step unless it is already committed; return whether it is committed now.
 
         `begin` starts a save of this step. It is called if no save of this step has been tried, and with `retries`
-        until one succeeds. Raises as `finish`.
+        until a save succeeds. Raises the same errors as `finish`.
         """
         was_tried = self.in_flight and self.manifest.step == step
         self.finish(step)
@@ -129,7 +129,8 @@ class Saver:
     def begin(self, fragments: Iterable[tuple[str, int, Mapping[str, Tensor]]], manifest: Manifest) -> None:
         """Copy this worker's fragments to host memory and start writing them; the previous save must be finished.
 
-        A fragment is (parameter, its first element here, flat fp32 views by kind: "master", "exp_avg", …).
+        A fragment is (parameter name, its first element on this worker, {kind: flat fp32 view}); kinds are "master",
+        "exp_avg", …
         """
         assert not self.in_flight
         self.phases.enter("save", manifest.step)
@@ -138,7 +139,7 @@ class Saver:
         file = f"rank-{dist.get_rank():05d}.safetensors"
         self.snapshot = copy_to_host(fragments, self.snapshot)
         # `write` replaces this result. If its thread dies unexpectedly, this one stays and the save counts as failed.
-        self.result = WrittenFile(file, error=f"{file}: the thread that writes it has died, see stderr")
+        self.result = WrittenFile(file, error=f"{file}: the thread writing it has died; see stderr")
         # A daemon thread, so that a slow disk does not keep a failed worker from exiting.
         arguments = (file, self.snapshot.numpy().data)
         self.thread = threading.Thread(target=self.write, args=arguments, name="checkpoint", daemon=True)
@@ -182,11 +183,11 @@ class Saver:
             self.result = WrittenFile(file, error=str(error))  # the error names the object
 
     def finish(self, step: int) -> Manifest | None:
-        """Collective: commit the save in flight, if any: wait for all files, commit, report and delete old checkpoints.
+        """Collective: commit the save in flight, if any, after waiting for all files; then delete old checkpoints.
 
-        `step` is the loop's current step. Returns the manifest, or None on every worker if the save failed. Raises
-        RunOwned if a newer attempt owns the run, and CheckpointError after `max_failed_saves` consecutive failures;
-        both on all workers.
+        `step` is the loop's current step. Returns the manifest, or None on every worker if the save failed. On all
+        workers, raises RunOwned if a newer attempt owns the run, and CheckpointError after `max_failed_saves`
+        consecutive failures.
         """
         if self.thread is None:
             return None
@@ -276,14 +277,14 @@ class Saver:
     def end(self, step: int) -> None:
         """Collective: wait until rank 0 has deleted the old checkpoints.
 
-        When a worker ends, the others are killed a moment later: this wait keeps a deletion from stopping halfway.
+        When a worker ends, the others are killed a moment later. This wait lets the deletion finish first.
         """
         with self.phases.rank_0_phase("save", step, dist.get_rank() == 0):
             self.wait_for_deleting()
         dist.barrier()
 
     def wait_for_deleting(self) -> None:
-        """Wait for the deletion of old checkpoints, or log that it is not finished after DELETING_S."""
+        """Wait for the deletion of old checkpoints; log if it has not finished after DELETING_S."""
         if self.deleting is None:
             return
         self.deleting.join(DELETING_S)
@@ -294,7 +295,7 @@ class Saver:
             )
 
     def delete_old(self, before: threading.Thread | None) -> None:
-        """Delete old checkpoints once the previous deletion has ended; failures are logged and do not stop the run."""
+        """Delete old checkpoints after the previous deletion has ended; log failures without stopping the run."""
         try:
             if before is not None:
                 before.join()
@@ -318,8 +319,8 @@ class Saver:
 def copy_to_host(fragments: Iterable[tuple[str, int, Mapping[str, Tensor]]], memory: Tensor) -> Tensor:
     """Copy this worker's fragments into host memory in the safetensors format; return the bytes (n,), uint8.
 
-    `memory` is reused if it has the right size. There is an entry "name|kind|first element" for each view; a fragment
-    is as in `Saver.begin`.
+    `memory` is reused if it has the right size. There is an entry "name|kind|first element" for each view; fragments
+    are described in `Saver.begin`.
     """
     # 1. The header: its length in 8 bytes, little endian, then JSON (https://huggingface.co/docs/safetensors). It is
     #    built here, because safetensors' own writer would copy all of the state a second time.
@@ -383,10 +384,10 @@ def check_disk_space(cfg: TrainConfig, model: ModelConfig, checkpoints: StageChe
 
 
 def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckpoints) -> tuple[int, str]:
-    """Return the bytes that a stage still needs for checkpoints and weights, and a list of the parts for messages.
+    """Return the bytes that a stage still needs for checkpoints and weights, and a description of the parts.
 
-    At its fullest the disk holds one checkpoint more than are kept, because the oldest is deleted only after the newest
-    is complete. Leftovers that the next start deletes before its first save count as free.
+    At peak usage, the disk holds one checkpoint more than `keep`, because the oldest is deleted only after the newest
+    is complete. Leftover files that the next start deletes before its first save count as free space.
     """
     most_kept = max(cfg.keep, LEAST_KEPT) if checkpoints.storage.keeps_sets_locally else 1
     # Only on this disk: checkpoints in an object store need no room here.
@@ -418,8 +419,8 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
 def check_room(checkpoints: StageCheckpoints, manifest: Manifest, needed_bytes: int) -> None:
     """Raise CheckpointError if the disk has no room for a save of this size, OSError if its free space is unknown.
 
-    Files that other workers have already written count as room, because the workers do not wait for each other. An
-    object store always has room.
+    Files of this save that other workers have already written count as free space, because the workers do not wait for
+    each other. An object store always has room.
     """
     storage = checkpoints.storage
     if not storage.keeps_sets_locally:

@@ -1,9 +1,9 @@
 """Lists, commits, quarantines and deletes the checkpoints of one stage, in any kind of storage.
 
-They are in `<stage>/checkpoints/` of the run's storage, each a set of files that appears atomically (data/storage.py).
+They are in `<stage>/checkpoints/` in the run's storage, each a set of files that appears atomically (data/storage.py).
 A set without a valid manifest is not a checkpoint. On a disk:
     step-0000001200/           committed: contains a valid MANIFEST.json, written last
-    .tmp-0000001250-000007/    a save in flight, or one that died; deleted by the next attempt
+    .tmp-0000001250-000007/    a save in flight, or an interrupted save; deleted by the next attempt
     bad-0000001100-000007/     quarantined after a digest mismatch; never loaded, never deleted automatically
 
 Only rank 0 commits, after all workers have written their files (the numbered steps in `commit`).
@@ -11,11 +11,11 @@ Only rank 0 commits, after all workers have written their files (the numbered st
 In:  .tmp-0000001200-000007/ with rank-00000.safetensors …, and each worker's report about its file
 Out: step-0000001200/, now with MANIFEST.json; or nothing, and the reason in the decision that all workers receive
 
-If the folder is not shared, every worker writes to the disk of its own node without an error. So before a commit rank
-0 checks that it sees the files of all workers (`check_seen`), and waits if necessary, because a network file system
-may be some seconds late.
+If the folder is not shared, every worker writes to the disk of its own node without an error. Before a commit, rank 0
+therefore checks that it sees the files of all workers (`check_seen`), and waits if necessary, because a network file
+system may lag by some seconds.
 
-A start uses the newest complete checkpoint (`choose`); pipeline/checkpoints/restore.py loads it.
+A new attempt uses the newest complete checkpoint (`choose`); pipeline/checkpoints/restore.py loads it.
 """
 
 import os
@@ -50,7 +50,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """The result of one worker's write: the file with its size and digests, or an error."""
+    """The result of one worker's write: the file name with its size and digests, or an error."""
 
     name: str
     record: ChunkedRecord | None = None  # None if there was an error
@@ -83,8 +83,7 @@ class Chosen(NamedTuple):
 class StageCheckpoints:
     """Commits, lists, quarantines and deletes the checkpoints of one stage, in any storage.
 
-    `sends_metrics`: this node's metrics.jsonl is the complete one of the stage, and each commit uploads it to a remote
-    storage.
+    `sends_metrics`: this node holds the stage's complete metrics.jsonl, and each commit uploads it to remote storage.
     """
 
     def __init__(
@@ -101,19 +100,19 @@ class StageCheckpoints:
     # ------------------------------------------------------------------------ listing and reading
 
     def committed(self) -> Sequence[str]:
-        """List the names of the checkpoints, newest step first; for equal steps the later attempt first."""
+        """List the names of the checkpoints, newest step first; for equal steps, the later attempt comes first."""
         return self.storage.published(self.folder)
 
     def committed_steps(self) -> list[int]:
-        """Return the steps of the checkpoints, newest first, reading only their names."""
+        """Return the steps of the checkpoints, newest first; only the checkpoints' names are read."""
         return [step_of(Path(name)) for name in self.committed()]
 
     def manifest(self, name: str) -> Manifest:
-        """Read the manifest of a checkpoint; raises as `read_manifest`."""
+        """Read the manifest of a checkpoint; raises the same errors as `read_manifest`."""
         return manifest_in(self.storage, f"{self.folder}/{name}")
 
     def fetch(self, name: str) -> Path:
-        """Return a folder on this node with a checkpoint's files, downloaded and verified if necessary.
+        """Return a folder on this node that contains a checkpoint's files, downloaded and verified if necessary.
 
         Raises CheckpointError if the checkpoint is damaged in the storage; StorageError, OSError.
         """
@@ -122,7 +121,7 @@ class StageCheckpoints:
         return self.storage.fetch_set(self.folder, name, verify)
 
     def verify(self, name: str) -> Path:
-        """Verify every byte of a checkpoint in the storage and return a folder with its files. Raises as `fetch`."""
+        """Verify every byte of a checkpoint in the storage, and return a folder with its files. Raises like `fetch`."""
         from pipeline.checkpoints.reader import verify
 
         return self.storage.fetch_set(self.folder, name, verify, anew=True)
@@ -130,13 +129,13 @@ class StageCheckpoints:
     # ------------------------------------------------------------------------ committing
 
     def staged_name(self, manifest: Manifest) -> str:
-        """Return the name, in the storage, of the folder that a save is written to."""
+        """Return the name of the folder, in the storage, that a save is written to before its commit."""
         return self.storage.staging_name(self.folder, manifest.name, manifest.attempt)
 
     def commit(self, manifest: Manifest, results: Sequence[WrittenFile], log: Log) -> Decision:
-        """Turn a save into a checkpoint if every file was written and this attempt still owns the run; rank 0 only.
+        """Commit a save as a checkpoint if every file was written and this attempt still owns the run; rank 0 only.
 
-        After a failure the staged files are deleted, so a save reported as failed leaves nothing on disk.
+        After a failure, the staged files are deleted, so a save reported as failed leaves no files on disk.
         """
         newer_owner = ""
         try:
@@ -185,9 +184,9 @@ class StageCheckpoints:
         return Decision(None, failure, has_newer_owner=newer_owner != "")
 
     def prune(self, keep: int, keep_every: int, needed: Collection[int] = ()) -> list[str]:
-        """Delete old checkpoints except the newest `keep` (at least 2), multiples of `keep_every` and `needed` steps.
+        """Delete all checkpoints except the newest `keep` (at least 2), multiples of `keep_every`, and `needed` steps.
 
-        Returns the deleted names. Raises OSError or StorageError if a checkpoint cannot be deleted, which stays valid.
+        Returns the deleted names. Raises OSError or StorageError if a checkpoint cannot be deleted; it stays valid.
         Raises OSError at the end if files of a deleted checkpoint remain.
         """
         removed = []
@@ -206,9 +205,9 @@ class StageCheckpoints:
         return removed
 
     def adopt(self, source: Path, key: str | None = None) -> None:
-        """Add a checkpoint from another folder of this disk to this stage, atomically, with `key` as its stage key.
+        """Add a checkpoint from another folder on this disk to this stage, atomically, with `key` as its stage key.
 
-        Its files are hard-linked where possible and are never modified. Raises CheckpointError, OSError.
+        Its files are hard-linked if possible, and are never modified. Raises CheckpointError, OSError.
         """
         manifest = inspect_checkpoint(Folder(source.parent), source.name)
         staged = self.local / f".tmp-{source.name}-linked"
@@ -227,10 +226,10 @@ class StageCheckpoints:
     def choose(self, attempt: int, log: Log) -> tuple[str, Manifest] | None:
         """Return the newest checkpoint that has all its files, and quarantine damaged ones; rank 0 only.
 
-        Returns None if nothing was ever committed. Leftovers of uncommitted saves are deleted first, so that they can
-        no longer be committed. Raises RunOwned if a newer attempt owns the run; CheckpointError if a checkpoint has a
-        newer schema, or if all are damaged, because only a person should decide to start again from step 0; OSError or
-        StorageError if the storage fails; checkpoints may then be intact.
+        Returns None if no checkpoint was ever committed. Leftover files of uncommitted saves are deleted first, so that
+        they can no longer be committed. Raises RunOwned if a newer attempt owns the run. Raises CheckpointError if a
+        checkpoint has a newer schema, or if all are damaged, because only a person should decide to start again from
+        step 0. Raises OSError or StorageError if the storage fails; checkpoints may then be intact.
         """
         newest = newest_attempt(self.storage)
         if newest > attempt:
@@ -255,14 +254,14 @@ class StageCheckpoints:
         return None
 
     def refuse(self, name: str, attempt: int, problem: str, log: Log) -> None:
-        """Quarantine a damaged checkpoint: later attempts do not try it again, and a person may still inspect it."""
+        """Quarantine a damaged checkpoint: later attempts ignore it, but it remains available for inspection."""
         place = self.storage.set_aside(self.folder, name, attempt, problem)
         self.refused += 1
         log(f"checkpoint refused: {problem}; {place}; trying the previous checkpoint")
 
 
 def checkpoints_in(folder: Path) -> StageCheckpoints:
-    """Return the checkpoints in a folder of a disk: <run>/<stage>/checkpoints, or a copy of it."""
+    """Return the checkpoints in a local folder: <run>/<stage>/checkpoints, or a copy of it."""
     return StageCheckpoints(Folder(folder.parents[1]), folder.parent.name, folder.name)
 
 
@@ -270,7 +269,7 @@ def checkpoints_in(folder: Path) -> StageCheckpoints:
 
 
 def check_seen(storage: Storage, staged: str, written: Sequence[WrittenFile], log: Callable[[str], None]) -> None:
-    """Raise CheckpointError unless rank 0 sees the complete files of all workers in a staged set.
+    """Raise CheckpointError unless rank 0 sees the complete files of all workers in the staged checkpoint.
 
     The error names the workers whose files are not visible. Raises StorageError or OSError if the storage fails.
     """

@@ -1,1 +1,1 @@
-"""The DeepSpeed engine: its settings, its parameters and state, gradient norms, and exact mode."""
+"""The DeepSpeed engine: settings, parameters and state, gradient norms, and exact mode."""

@@ -1,4 +1,4 @@
-"""Wraps DeepSpeed's internals at each ZeRO stage; no other file uses undocumented names of DeepSpeed.
+"""Wraps DeepSpeed's internals at each ZeRO stage; no other file uses undocumented DeepSpeed names.
 
 1. `import_deepspeed` imports the package and checks that its modules have the names in `NAMES`.
 2. DeepSpeed creates its optimizer, which holds fp32 master weights and moments. STATES has a ZeroState for each kind
@@ -6,10 +6,11 @@
 3. In each step `gradients` returns this worker's part of the averaged gradient, as the few flat tensors that the
    optimizer steps. The engine sums their norm over the workers and decides: `apply` steps the optimizer and updates the
    model weights from the master weights; `drop` discards the gradient and the step.
-4. For a checkpoint, `owned` returns views of what this worker owns of a parameter; `refresh` is called after a restore.
+4. For a checkpoint, `owned` returns views of the part of a parameter that this worker owns; `refresh` is called after a
+   restore.
 
-DeepSpeed's own `step` would look for overflow and compute the norm parameter by parameter, reading each from the
-device. All its other actions are repeated here in the same order, with DeepSpeed's own functions.
+DeepSpeed's own `step` would check for overflow and compute the norm parameter by parameter, and would copy each result
+from the device. Everything else that it does is repeated here in the same order, with DeepSpeed's own functions.
 
 In:  ZeRO 2, two workers; on rank 0 the gradient of "head.weight", elements 0 … 4, is in DeepSpeed's buckets
 Out: one fp32 tensor for each parameter group on rank 0, and after `apply` the same weights on both workers
@@ -60,14 +61,14 @@ NAMES: dict[str, str] = {
 
 
 def check_names(owner: object, of: str) -> None:
-    """Raise ConfigError if the object lacks a name listed in NAMES[of]: this version of DeepSpeed is not supported."""
+    """Raise ConfigError if the object lacks a name in NAMES[of], because this DeepSpeed version is then unsupported."""
     missing = [name for name in NAMES[of].split() if not has_name(owner, name)]
     if missing:
         version = import_module("deepspeed").__version__
         raise ConfigError(
             f"DeepSpeed {version}: {of} has no {', '.join(missing)}\n"
             f"  expected DeepSpeed {EXPECTED}, whose private names Patchline uses (pipeline/engine/deepspeed.py)\n"
-            f"  type: pip install deepspeed=={EXPECTED}"
+            f"  run: pip install deepspeed=={EXPECTED}"
         )
 
 
@@ -81,7 +82,7 @@ def has_name(owner: object, name: str) -> bool:
 
 
 def import_deepspeed() -> ModuleType:
-    """Import DeepSpeed without parts that workers never use; a fork server does this once for its workers.
+    """Import DeepSpeed without the parts that workers never use; a fork server does this once for its workers.
 
     Raises ConfigError if DeepSpeed lacks a name used here.
     """
@@ -122,7 +123,7 @@ def import_deepspeed() -> ModuleType:
 
 
 def check_zero_section(section: Mapping[str, Any]) -> None:
-    """Raise ValueError (pydantic's, with `errors()`) if DeepSpeed's schema rejects a value of zero_optimization."""
+    """Raise ValueError (pydantic's, with `errors()`) if DeepSpeed's schema rejects a value in zero_optimization."""
     # Without the variable DeepSpeed warns on machines without a GPU. It is removed again, because workers that inherit
     # the environment may have other devices.
     key = "DS_ACCELERATOR"
@@ -140,8 +141,8 @@ def check_zero_section(section: Mapping[str, Any]) -> None:
 def one_optimizer_class() -> Iterator[None]:
     """Make DeepSpeed use the same optimizer class at ZeRO 1 as at ZeRO 2, for engines created in the `with` block.
 
-    If bf16 gradients are summed in fp32, DeepSpeed uses another class at ZeRO 1, which has no fragments, although the
-    class for ZeRO 2 supports both stages.
+    If bf16 gradients are summed in fp32, DeepSpeed uses a different class at ZeRO 1. That class has no fragments, but
+    the class for ZeRO 2 supports both stages.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
@@ -161,7 +162,7 @@ def one_optimizer_class() -> Iterator[None]:
 
 @contextmanager
 def one_order_of_layers() -> Iterator[None]:
-    """Skip ZeRO 3's check, inside the `with` block, that all workers run the layers in the same order."""
+    """Disable, inside the `with` block, ZeRO 3's check that all workers run the layers in the same order."""
     from deepspeed.runtime.zero import partitioned_param_coordinator
 
     original = partitioned_param_coordinator.assert_ints_same_as_other_ranks
@@ -173,7 +174,7 @@ def one_order_of_layers() -> Iterator[None]:
 
 
 def over_gloo() -> bool:
-    """Return whether the workers communicate over gloo; traced steps replace this function."""
+    """Return whether the workers communicate over gloo; the memory tracer replaces this function."""
     return dist.get_backend() == "gloo"
 
 
@@ -184,7 +185,7 @@ class ZeroState(ABC):
     """Base class for the behaviour that differs between ZeRO stages.
 
     `zero` is DeepSpeed's optimizer (torch's at ZeRO 0), `optimizer` is torch's. `flats` are the fp32 tensors that
-    torch's optimizer steps on this worker; its state belongs to them.
+    torch's optimizer steps on this worker; its state is keyed by them.
     """
 
     is_shared = True  # whether every worker owns only a part of the gradient
@@ -197,22 +198,22 @@ class ZeroState(ABC):
 
     @abstractmethod
     def owned(self, p: Any, kinds: tuple[str, ...]) -> Part:
-        """Return the part of one of DeepSpeed's parameters that this worker owns; each element has one owner."""
+        """Return the part of a DeepSpeed parameter that this worker owns; each element has exactly one owner."""
 
     def held(self, p: Any, kinds: tuple[str, ...]) -> Part:
         """Return the part of a parameter that this worker holds: more than it owns if parameters are replicated."""
         return self.owned(p, kinds)
 
     def link_state(self) -> None:
-        """Link parameters to the newly created state of the optimizer, so that `owned` can return it."""
+        """Link parameters to the optimizer's newly created state, so that `owned` can return this state."""
         return
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
-        """Return this worker's part of the step's averaged gradient."""
+        """Return this worker's part of the averaged gradient."""
 
     def note_norm(self, norm: float) -> None:
-        """Pass the gradient norm to DeepSpeed, which counts skipped steps; infinite for a skipped step."""
+        """Pass the gradient norm to DeepSpeed, which counts skipped steps; pass infinity for a skipped step."""
         if self.is_shared:  # at ZeRO 0 DeepSpeed does not count them
             self.zero.overflow = math.isinf(norm)
             self.zero._global_grad_norm = norm
@@ -227,16 +228,16 @@ class ZeroState(ABC):
             flat.grad = None
 
     def step_flat(self, number: int) -> None:
-        """Step the optimizer for one of `flats`, with the gradient that it holds."""
+        """Step the optimizer for one of the tensors in `flats`, with the gradient stored in that tensor."""
         self.zero._optimizer_step(number)
 
     def refresh(self) -> None:
-        """Collective: update the model weights from the master weights, which were changed from outside."""
+        """Collective: update the model weights after code outside the optimizer has changed the master weights."""
         return
 
 
 class Replicas(ZeroState):
-    """ZeRO 0: every worker has the whole gradient, in the parameters; DeepSpeed's engine calls torch's optimizer."""
+    """ZeRO 0: every worker holds the complete gradient, in `grad`; DeepSpeed's engine calls torch's optimizer."""
 
     is_shared = False
 
@@ -253,14 +254,14 @@ class Replicas(ZeroState):
         return start, {kind: view[start:stop] for kind, view in views.items()}
 
     def held(self, p: Any, kinds: tuple[str, ...]) -> Part:
-        """Return the whole parameter."""
+        """Return the complete parameter, which every worker holds."""
         views = {}
         for kind in kinds:
             views[kind] = p.data.view(-1) if kind == "master" else self.zero.state[p][kind].view(-1)
         return 0, views
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of all parameters, except those without a gradient."""
+        """Return the gradients of all parameters that have one."""
         return [p.grad for p in self.flats if p.grad is not None]
 
     def apply(self) -> None:
@@ -271,13 +272,13 @@ class Replicas(ZeroState):
         """
 
     def step_flat(self, number: int) -> None:
-        """Step all parameters when it is the turn of the last one: torch's optimizer steps them together."""
+        """Step all parameters when called for the last one, because torch's optimizer steps them all at once."""
         if number + 1 == len(self.flats):
             self.zero.step()
 
 
 class Partitions(ZeroState):
-    """ZeRO 1 and 2: one flat fp32 tensor for each parameter group holds this worker's part of it."""
+    """ZeRO 1 and 2: for each parameter group, one flat fp32 tensor holds this worker's part of the group."""
 
     def __init__(self, engine: Any) -> None:
         zero = engine.optimizer
@@ -291,7 +292,7 @@ class Partitions(ZeroState):
         zero.step = lambda: None
 
     def owned(self, p: Any, kinds: tuple[str, ...]) -> Part:
-        """Return the part of the parameter in this worker's flat partition, possibly empty, by DeepSpeed's mapping."""
+        """Return the (possibly empty) part of the parameter in this worker's flat partition, by DeepSpeed's mapping."""
         mapping = p._hp_mapping
         if mapping is None:
             return 0, {}
@@ -301,7 +302,7 @@ class Partitions(ZeroState):
         return mapping.lp_fragment_address.start, views
 
     def link_state(self) -> None:
-        """Link parameters to their state again: DeepSpeed does it once, and fails with several parameter groups."""
+        """Link the parameters to their state, because DeepSpeed's own linking fails with several parameter groups."""
         self.zero._hp_optimizer_states_linked = False
         self.zero._lazy_init_hp_params_optimizer_state()
 
@@ -326,14 +327,14 @@ class Partitions(ZeroState):
         return [flat.grad for flat in self.flats]  # type: ignore[misc]
 
     def apply(self) -> None:
-        """Step group by group, then gather the weights of all workers."""
+        """Step the parameter groups one by one, then all-gather the weights."""
         for group, flat in enumerate(self.flats):
             self.step_flat(group)
             flat.grad = None
         self.zero.update_lp_params()
 
     def refresh(self) -> None:
-        """Gather the weights of all workers; on gloo by broadcasts, because its all-gather takes four times as long."""
+        """All-gather the weights; on gloo with broadcasts, because gloo's all-gather takes four times as long."""
         if not over_gloo():
             self.zero.update_lp_params()
             return
@@ -344,7 +345,7 @@ class Partitions(ZeroState):
 
 
 class Shards(ZeroState):
-    """ZeRO 3: the flat tensors of a sub-group hold this worker's part of every parameter in it."""
+    """ZeRO 3: the flat tensors of a sub-group hold this worker's part of every parameter in the sub-group."""
 
     def __init__(self, engine: Any) -> None:
         zero = engine.optimizer
@@ -386,7 +387,7 @@ class Shards(ZeroState):
         return [flat.grad for flat in self.flats]  # type: ignore[misc]
 
     def apply(self) -> None:
-        """Step sub-group by sub-group, then gather the parameters that ZeRO never partitions."""
+        """Step the sub-groups one by one, then gather the parameters that ZeRO never partitions."""
         zero = self.zero
         for group in range(len(zero.fp16_groups)):
             self.step_flat(group)
@@ -395,7 +396,10 @@ class Shards(ZeroState):
         zero._post_step(set())
 
     def refresh(self) -> None:
-        """Copy the master weights to the model weights, as DeepSpeed does only in its own step, and all-gather them."""
+        """Copy the master weights to the model weights, and update their gathered copies.
+
+        DeepSpeed does this only in its own step.
+        """
         zero = self.zero
         for group, flat in enumerate(self.flats):
             zero.fp16_partitioned_groups_flat[group].data.copy_(flat.data)

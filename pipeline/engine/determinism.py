@@ -1,4 +1,4 @@
-"""Reports whether resuming is bitwise exact on this device, and selects deterministic kernels on a GPU.
+"""Reports whether a resume is bitwise exact on this device, and selects deterministic kernels on a GPU.
 
 1. `use_deterministic_kernels` is called in exact mode on a GPU, before CUDA starts.
 2. `resume_line` describes in an attempt's first log line how exact a resume would be:
@@ -6,7 +6,7 @@
     In:  Conditions(is_gpu=True, world=2, zero=2, backend="nccl")
     Out: "resuming may change the last bits: GPU kernels may add in any order, NCCL chooses the order of its sums"
 
-Effects of `torch.use_deterministic_algorithms(True)` in torch 2.13, by its sources and documentation:
+Effects of `torch.use_deterministic_algorithms(True)` in torch 2.13, according to its source code and documentation:
 - Flash attention adds dQ in a fixed order, and memory-efficient attention does not split the keys
   (aten/src/ATen/native/transformers/cuda/attention_backward.cu). With `warn_only=True` neither is the case.
 - cuDNN's attention is rejected (check_cudnn_deterministic in sdp_utils.cpp).
@@ -36,7 +36,7 @@ def use_deterministic_kernels() -> None:
         raise ConfigError(
             f"{CUBLAS_VARIABLE} is {value!r}: with this value cuBLAS may add in a different order each time\n"
             f"  expected {' or '.join(CUBLAS_VALUES)}, because exact_parts guarantees bitwise equal results\n"
-            f"  run unset {CUBLAS_VARIABLE}, or cluster.environment.{CUBLAS_VARIABLE}={CUBLAS_VALUES[0]}"
+            f"  run unset {CUBLAS_VARIABLE}, or set cluster.environment.{CUBLAS_VARIABLE}={CUBLAS_VALUES[0]}"
         )
     torch.use_deterministic_algorithms(True)
     # Otherwise torch fills every new tensor with NaN, which helps to find bugs but changes no bit of a correct program.
@@ -64,7 +64,7 @@ class Conditions:
 
 
 def doubts(now: Conditions) -> list[str]:
-    """Return the reasons why resuming under the same conditions may change the last bits; empty if it cannot.
+    """Return the reasons why a resume under the same conditions may change the last bits; an empty list if it cannot.
 
     On a GPU only operations that torch documents as deterministic are trusted.
     """
@@ -85,7 +85,7 @@ def doubts(now: Conditions) -> list[str]:
 
 
 def changes(before: Conditions, now: Conditions) -> list[str]:
-    """Return the changes since the checkpoint was saved that may change results bitwise."""
+    """Return the changes in conditions, since the checkpoint was saved, that may change results bitwise."""
     # On CPUs exact mode gives the same bits at every world size and ZeRO stage. On GPUs this has not been measured: the
     # stage decides the address of a weight, and cuBLAS may choose its kernel by the address.
     if now.exact_parts and not now.is_gpu:
@@ -99,9 +99,9 @@ def changes(before: Conditions, now: Conditions) -> list[str]:
 
 
 def resume_line(now: Conditions, before: Conditions | None = None) -> str:
-    """Describe how exact resuming this attempt would be and, if it resumed itself, whether its bits may have changed.
+    """Describe how exactly this attempt can be resumed and, if it is itself a resume, whether bits may have changed.
 
-    `before` are the conditions of the checkpoint that the attempt resumes from.
+    `before` holds the conditions stored in the checkpoint that the attempt resumed from.
     """
     texts = []
     if before is not None:

@@ -3,10 +3,10 @@
 A step:
 1. `backward` accumulates gradients, reduced over the workers as ZeRO does.
 2. At the last micro-batch every worker sums the squares of its part of the gradient, on the device.
-3. One reduction sums them over the workers, together with the training loop's numbers: loss, bad samples, number of
-   workers with a stop request, number of workers with a completely written checkpoint file.
-4. The sums are copied to the host at once. Only here does the host wait for the device, and it must, because the norm
-   decides whether the optimizer steps. DeepSpeed waits four times for the norm alone, launches two kernels for every
+3. One reduction sums the squares over the workers, together with the training loop's numbers: loss, bad samples, number
+   of workers with a stop request, number of workers with a completely written checkpoint file.
+4. The sums are copied to the host together. Only here does the host wait for the device, and it must, because the norm
+   decides whether the optimizer steps. DeepSpeed waits four times only for the norm, launches two kernels for every
    parameter, and needs two more reductions.
 5. All workers either step the optimizer or drop the gradient (pipeline/engine/deepspeed.py).
 
@@ -14,9 +14,10 @@ In:  two workers with the gradients (3, 0) and (0, 4), and each with the numbers
 Out: norm 5.0 and the sums (1.0, 2.0), on both
 
 The state is read and written as fragments, which are independent of the world size and the ZeRO stage, so that every
-topology can read what another one wrote. For example, the parameter "head.bias" of 10 elements on two workers at ZeRO 2
-is Fragment("head.bias", 0, {"master": (5,), "exp_avg": (5,), "exp_avg_sq": (5,)}) on rank 0, and the same from element
-5 on at rank 1. DeepSpeed's own checkpoints are not used: they cannot change the stage, and load flipped bits silently.
+topology can read the state that any other wrote. For example, with two workers at ZeRO 2, the parameter "head.bias" of
+10 elements is Fragment("head.bias", 0, {"master": (5,), "exp_avg": (5,), "exp_avg_sq": (5,)}) on rank 0, and a fragment
+of the same form that begins at element 5 on rank 1. DeepSpeed's own checkpoints are not used, because they cannot be
+loaded at another ZeRO stage, and flipped bits in them are not detected.
 """
 
 import math
@@ -52,7 +53,7 @@ class Fragment(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Checksums that identify the inputs and results of a step bit for bit."""
+    """Checksums that identify a step's inputs and results bit for bit."""
 
     losses: list[float]  # loss of every part
     gradients: list[float]  # checksum of every part's gradient
@@ -63,17 +64,17 @@ class Engine:
     """A model under DeepSpeed ZeRO with an optimizer whose master weights and moments are fp32.
 
     With `polyak` > 0 it also holds an fp32 "average" of the master weights: after each applied update it becomes
-    polyak · average + (1 − polyak) · master. It starts as the initial weights: the paper (B.1.1) gives the factor, but
-    not the start. After n updates the initial weights still have the share polyakⁿ: 14 % after 20,000 updates with the
-    factor 0.9999.
+    polyak · average + (1 − polyak) · master. It starts as the initial weights, because the paper (B.1.1) gives the
+    factor but no initial value. After n updates, the weight of the initial weights in the average is polyakⁿ: 14 %
+    after 20,000 updates with the factor 0.9999.
     """
 
     def __init__(
         self, model: nn.Module, decayed: Set[str], optim: OptimConfig, settings: Settings, polyak: float = 0.0
     ) -> None:
-        """Collective. `decayed` names the parameters with weight decay, `settings` come from `deepspeed_config`.
+        """Collective. `decayed` names the parameters with weight decay; `settings` comes from `deepspeed_config`.
 
-        Raises ConfigError if DeepSpeed is not the version whose private names are known.
+        Raises ConfigError if this DeepSpeed version lacks private names that Patchline uses.
         """
         deepspeed = import_deepspeed()
         self.zero: int = settings["zero_optimization"]["stage"]
@@ -142,10 +143,11 @@ class Engine:
         self.engine.backward(loss)
 
     def end_micro_batch(self, rate: float, numbers: Tensor | None = None) -> list[float]:
-        """End a micro-batch; the last one of an accumulation makes the optimizer step with this learning rate.
+        """End a micro-batch; after the last one of a step, run the optimizer step with this learning rate.
 
-        The last one is collective, and returns the sums over all workers of their `numbers` (n,), float64, on the
-        device. They are reduced together with the gradient norm, so that the host waits for the device once a step.
+        The call for the last micro-batch is collective, and returns the sums over all workers of `numbers` (n,),
+        float64, on the device. They are reduced together with the gradient norm, so that the host waits for the device
+        once per step.
         """
         for group in self.state.optimizer.param_groups:
             group["lr"] = rate
@@ -227,10 +229,10 @@ class Engine:
         self.state.refresh()
 
     def fragments(self, kinds: tuple[str, ...] = (), *, held: bool = False) -> Iterator[Fragment]:
-        """Iterate views of the fp32 master weights and state that this worker owns; every element has one owner.
+        """Iterate over views of the fp32 master weights and state that this worker owns; every element has one owner.
 
-        `kinds` are "master" and names of states; all of them by default. With `held`, return what this worker holds:
-        the same, except at ZeRO 0, where every worker holds every parameter whole.
+        `kinds` are "master" and the names of states; all of them by default. With `held`, iterate over everything that
+        this worker holds: the same, except at ZeRO 0, where every worker holds every complete parameter.
         """
         kinds = kinds or ("master", *self.state_names)
         part_of = self.state.held if held else self.state.owned
@@ -252,7 +254,7 @@ class Engine:
 
     @torch.no_grad()
     def restore(self, read: ReadState, kinds: tuple[str, ...] = ()) -> None:
-        """Collective: fill the state in place with what `read` returns, and update the model weights from it."""
+        """Collective: fill the state in place with the values from `read`, and update the model weights from it."""
         world = dist.get_world_size()
         for name, start, tensors in self.fragments(kinds, held=True):
             for kind, view in tensors.items():
@@ -291,9 +293,10 @@ class Engine:
 
 
 def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements, a float64 scalar on the device; not finite if an element is not.
+    """Return the sum of squares of all elements, a float64 scalar on the device; non-finite if any element is.
 
-    It is also infinite if the norm of a row exceeds fp32, which takes an element above 1.8e19: the step is skipped.
+    It is also infinite if the norm of a row exceeds the range of fp32, which requires an element above 1.8e19; the step
+    is then skipped.
     """
     norms: list[Tensor] = []
     tails: list[Tensor] = []
@@ -311,14 +314,14 @@ def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def clipping(norm: float, limit: float) -> float:
-    """Return the factor that clips a gradient of this norm; 1.0 if there is no limit or the norm is below it."""
+    """Return the factor that clips a gradient with this norm; 1.0 if there is no limit, or if the norm is below it."""
     if not limit:
         return 1.0
     return min(1.0, limit / (norm + 1e-6))  # same formula as torch.nn.utils.clip_grad_norm_
 
 
 def on_device(values: Sequence[float], device: torch.device) -> Tensor:
-    """Copy numbers of the host into a float64 tensor on the device, without waiting for the device."""
+    """Copy numbers from the host into a float64 tensor on the device, without waiting for the device."""
     # With unpinned memory the host would wait until the device reaches the copy.
     numbers = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
     return numbers.to(device, non_blocking=True)

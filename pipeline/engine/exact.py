@@ -10,10 +10,10 @@ In:  4 parts at world size 2: rank 0 has g0, g1 and rank 1 has g2, g3
 Out: (g0 + g1) + (g2 + g3) on both; one worker with all four parts adds the same numbers in the same order
 
 Each step also records numbers (`Trace`) that show where a repeated step with a different result started to differ. All
-but the last of them are the same at every world size.
+of them except for the last are the same at every world size.
 
-DeepSpeed's partitions of master weights and moments and its gathering of weights are used; its reduction, clipping and
-step are not. `docs/exact.md` has the reasons and the cost.
+The engine uses DeepSpeed's partitions of master weights and moments and its gathering of weights, but not its
+reduction, clipping and step. `docs/exact.md` explains the reasons and the cost.
 """
 
 import math
@@ -37,7 +37,7 @@ from pipeline.training_data import BYTES_BF16, BYTES_FP32
 
 
 def exchange(outgoing: Tensor, incoming: Tensor, peer: int) -> None:
-    """Send `outgoing` to a worker, and fill `incoming` with what that worker sends."""
+    """Send `outgoing` to the worker `peer`, and receive its tensor into `incoming`."""
     if outgoing.is_cuda and over_gloo():
         # Workers that share a GPU use gloo, which only transfers host memory.
         received = torch.empty_like(incoming, device="cpu")
@@ -52,10 +52,10 @@ def exchange(outgoing: Tensor, incoming: Tensor, peer: int) -> None:
 
 
 def tree_sum(flat: Tensor) -> None:
-    """Collective: sum a tensor in place over a power of two of workers, as ((0 + 1) + (2 + 3)) + …, on all of them.
+    """Collective: sum a tensor in place over all workers (a power of two of them), as ((0 + 1) + (2 + 3)) + …
 
-    Recursive halving, then doubling (Thakur, Rabenseifner, Gropp 2005), which transfers as much as a ring does. It does
-    not matter which worker adds an element, because a + b = b + a to the bit.
+    Uses recursive halving, then doubling (Thakur, Rabenseifner, Gropp 2005), which transfers as many bytes as a ring.
+    It does not matter which worker adds two elements, because a + b and b + a are bitwise equal.
     """
     rank = dist.get_rank()
     levels = dist.get_world_size().bit_length() - 1
@@ -83,7 +83,7 @@ def tree_sum(flat: Tensor) -> None:
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """The correspondence between a flat tensor of the optimizer and the whole gradient."""
+    """The mapping between a flat tensor of the optimizer and the complete gradient."""
 
     flat: Tensor
     places: list[tuple[slice, slice]]  # (range in `flat`, range in the whole gradient)
@@ -170,7 +170,7 @@ class ExactEngine(Engine):
             view.add_(addend)
 
     def end_micro_batch(self, rate: float, numbers: Tensor | None = None) -> list[float]:
-        """End a micro-batch; the last one of a part completes the part, and the last one of a step takes the step.
+        """End a micro-batch; the last one of a part completes the part, and the last one of a step runs the step.
 
         Returns the same as Engine.end_micro_batch.
         """
@@ -243,13 +243,13 @@ class ExactEngine(Engine):
         return sums
 
     def mean_loss(self, loss_sum: float, samples: int) -> float:
-        """Return the last step's mean loss, which was summed in the fixed order like the gradient."""
+        """Return the last step's mean loss, which was summed in the same fixed order as the gradient."""
         return self.loss
 
     def report_start(self, cfg: TrainConfig, telemetry: Telemetry, step: int) -> None:
         """Collective: measure and report the cost of the exact sum.
 
-        Also reports changes since the previous attempt in the conditions that the bits depend on.
+        Also reports which conditions that the bits depend on have changed since the previous attempt.
         """
         tree_s, plain_s = self.price()
         if dist.get_rank() != 0:
@@ -293,7 +293,7 @@ class ExactEngine(Engine):
 
 
 def seconds_of(add_up: Callable[[Tensor], object], flat: Tensor) -> float:
-    """Collective: measure the seconds that a sum over the workers takes once all of them have arrived."""
+    """Collective: measure the duration in seconds of a sum over the workers, after a barrier."""
     # Without the barrier the time would include the wait for the slowest worker.
     dist.barrier()
     began = time.monotonic()

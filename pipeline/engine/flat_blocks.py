@@ -1,15 +1,15 @@
-"""Merges the parameters of each block into two flat ones for DeepSpeed, without changing the model's names or code.
+"""Merges the parameters of each block into two flat parameters for DeepSpeed, without changing the model's code.
 
 The host's work in a ZeRO step (hooks, buckets, norms, gathering) grows with the number of parameters, not with their
-sizes. The 392 parameters of H/14 become 72, and a step costs the host hardly more than in plain torch
+sizes. The 392 parameters of H/14 become 72, and a step then costs the host hardly more than in plain torch
 (benchmarks/README.md).
 
-1. `FlatBlocks` removes the parameters of every block (`models.blocks`) and adds two: one with all its kernels end to
-   end, which have weight decay, and one with the rest, which has none.
-2. When the block is called, its layers get views of the two as their weights and biases; when it returns, the views are
-   removed, because at ZeRO 3 they would keep the gathered block in memory. Autograd's saved views still do so until the
-   backward pass; only `checkpoint_blocks` frees it earlier.
-3. Nothing outside the engine depends on this: `members` maps each original parameter to elements of a flat one.
+1. `FlatBlocks` removes the parameters of every block (`models.blocks`) and adds two: a flat parameter with weight decay
+   that concatenates all kernels, and a flat parameter without weight decay that concatenates all others.
+2. When the block is called, its layers get views of the flat parameters as their weights and biases; when it returns,
+   the views are removed, because at ZeRO 3 they would keep the gathered block in memory. Views saved by autograd still
+   keep it there until the backward pass; only `checkpoint_blocks` frees it earlier.
+3. Nothing outside the engine depends on this: `members` maps each original parameter to elements of a flat parameter.
 
 In:  a block "blocks.0" with norm1.weight and norm1.bias of 32 elements, attention.qkv.weight (96, 32), …
 Out: parameters "blocks.0.flat_decayed", "blocks.0.flat_rest", and {"blocks.0.norm1.weight": FlatMember(rest, 0, 32),
@@ -37,7 +37,7 @@ NOTHING = torch.empty(0)
 
 @dataclass(frozen=True)
 class FlatMember:
-    """The location of an original parameter: a range of elements in a parameter that the engine holds."""
+    """The location of an original parameter: a range of elements in one of the engine's parameters."""
 
     holder: str  # name of the engine's parameter; the original name if the parameter was not merged
     start: int  # first element in that parameter
@@ -60,7 +60,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class Flat:
-    """The layout of a block's flat parameter: the n-th of `sizes` elements belong to the n-th of `spots`."""
+    """The layout of a block's flat parameter: `sizes[n]` consecutive elements belong to `spots[n]`."""
 
     name: str  # name of the flat parameter in its block
     sizes: list[int] = field(default_factory=list)  # numbers of elements
@@ -69,7 +69,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Views:
-    """Sets views of a block's flat parameters as the weights and biases of its layers, while the block computes."""
+    """Sets views of a block's flat parameters as its layers' weights and biases during the block's forward pass."""
 
     flats: list[Flat]
 
@@ -82,7 +82,7 @@ class Views:
                 spot.fill(part if part.shape == spot.shape else part.view(spot.shape))
 
     def take_away(self, block: nn.Module, inputs: object, output: object) -> None:
-        """Remove the views from the layers, as before the block was called."""
+        """Remove the views from the layers, restoring their state before the call."""
         for flat in self.flats:
             for spot in flat.spots:
                 spot.fill(NOTHING)
@@ -91,8 +91,8 @@ class Views:
 class FlatBlocks:
     """Replaces the parameters of each block of a model in place.
 
-    `members` gives the new location of every original parameter, by its name and in the original order; `decayed` names
-    the new parameters with weight decay.
+    `members` maps the name of every original parameter, in the original order, to its new location; `decayed` names the
+    new parameters with weight decay.
     """
 
     def __init__(self, model: nn.Module, decayed: Set[str]) -> None:
@@ -114,7 +114,7 @@ class FlatBlocks:
             self._views.append((block, Views(flats)))
 
     def _flatten(self, block_name: str, block: nn.Module, flat_name: str, names: list[str]) -> Flat:
-        """Remove these parameters from a block's layers, and add one to the block that holds them end to end."""
+        """Remove these parameters from a block's layers, and add a flat parameter with all of them to the block."""
         holder = f"{block_name}.{flat_name}"
         flat = Flat(flat_name)
         values: list[Tensor] = []
@@ -141,9 +141,9 @@ class FlatBlocks:
     def during_deepspeed_setup(self) -> Iterator[None]:
         """Hide the layers of all blocks from DeepSpeed during the `with` block; afterwards add the hooks for the views.
 
-        At ZeRO 3 DeepSpeed adds four hooks to every visible layer, but the layers inside a block have no parameters to
-        gather. Its own option to skip layers, "leaf modules", adds a backward hook of torch, which costs as much and
-        is incompatible with `torch.autograd.grad` (pipeline/engine/exact.py).
+        At ZeRO 3, DeepSpeed adds four hooks to every visible layer, but the layers inside a block have no parameters to
+        gather. DeepSpeed's own option to skip layers, "leaf modules", adds a torch backward hook, which costs as much
+        and is incompatible with `torch.autograd.grad` (pipeline/engine/exact.py).
         """
         layers_of: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
         for block, _ in self._views:

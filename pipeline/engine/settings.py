@@ -1,4 +1,4 @@
-"""DeepSpeed's settings for a stage; the user's ds_config.json may tune data movement (pipeline/extras/tuning.py).
+"""Builds DeepSpeed's settings for a stage; a user's ds_config.json may tune data movement (pipeline/extras/tuning.py).
 
 Gradients are summed over the workers in buckets, which `plan` describes:
     reduction_line({"stage": 2}, parameters=632_045_800, world=8)
@@ -21,9 +21,9 @@ MOST_IN_A_BUCKET = 50_000_000
 
 
 def engine_settings(cfg: TrainConfig, accumulation: int) -> Settings:
-    """Return DeepSpeed's settings for a stage; `plan` and `run` call this too, so that a wrong file is found early.
+    """Return DeepSpeed's settings for a stage; `plan` and `run` also call this, to detect an invalid file early.
 
-    Raises ConfigError if the user's DeepSpeed file contains more than tuning.
+    Raises ConfigError if the user's DeepSpeed file sets keys that are not for tuning.
     """
     return deepspeed_config(
         zero=cfg.zero,
@@ -38,9 +38,9 @@ def engine_settings(cfg: TrainConfig, accumulation: int) -> Settings:
 def deepspeed_config(
     *, zero: int, precision: str, micro_batch: int, accumulation: int, clip: float, user_file: str | None
 ) -> Settings:
-    """Return our DeepSpeed settings, combined with the tuning in the user's ds_config.json.
+    """Return our DeepSpeed settings, combined with the tuning keys in the user's ds_config.json.
 
-    Raises ConfigError if that file sets anything else.
+    Raises ConfigError if that file sets any other key.
     """
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
@@ -72,14 +72,14 @@ def deepspeed_config(
 
 
 def bucket_size(parameters: int) -> int:
-    """Return the default number of elements in a bucket, if the user's DeepSpeed file does not set it."""
+    """Return the number of elements in a bucket to use if the user's DeepSpeed file does not set it."""
     return min(parameters, MOST_IN_A_BUCKET)
 
 
 def reduction_line(zero_optimization: Settings, parameters: int, world: int, exact_parts: int = 0) -> str:
-    """Describe the reduction of gradients over workers: the buckets, and whether it overlaps with the backward pass.
+    """Describe the gradient reduction over workers: the buckets, and whether it overlaps with the backward pass.
 
-    `zero_optimization` is that section of `deepspeed_config`. Returns "" for a single worker.
+    `zero_optimization` is the section with that name in `deepspeed_config`. Returns "" for a single worker.
     """
     if world == 1:
         return ""

@@ -1,1 +1,1 @@
-"""Evaluation: accuracy of a model, and probes of its features."""
+"""Evaluation: a model's accuracy, and probes of its features."""

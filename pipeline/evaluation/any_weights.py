@@ -1,8 +1,9 @@
-"""Loads weights of any supported kind for evaluation: their digest, their model and their class names.
+"""Loads weights in any supported format for evaluation, with their digest and everything recorded about them.
 
 1. A folder written by this project is verified against its record; its digest is the sha256 of weights.safetensors.
-2. An official .npz, a .pth, or a timm or Hugging Face folder or file, has no record: its digest is the sha256 of the
-   file, combined with those of config.json and preprocessor_config.json next to it if they describe the model.
+2. An official .npz file, a .pth file, or a timm or Hugging Face folder or file has no record: its digest is the sha256
+   of the file, combined with the sha256 of config.json and preprocessor_config.json next to it if they describe the
+   model.
 """
 
 import hashlib
@@ -26,13 +27,13 @@ UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZip
 
 
 def is_foreign(path: str) -> bool:
-    """Return whether a path holds weights of another project, rather than a folder written by a stage or `import`."""
+    """Return whether a path contains another project's weights, rather than a folder written by a stage or `import`."""
     is_ours = (Path(path) / CONFIG).is_file()
     return not is_ours and files_of(path)[0].is_file()
 
 
 def files_of(path: str) -> list[Path]:
-    """Return the file of foreign weights and the files that describe it; `file.npz:img` names a part of a file."""
+    """Return another project's weights file and the files that describe it; `file.npz:img` names a part of a file."""
     if ".npz" in Path(path).name:
         file = Path(path)
         if not file.exists():
@@ -47,7 +48,7 @@ def files_of(path: str) -> list[Path]:
 
 
 def digest_of(path: str, log: Callable[[str], None]) -> str:
-    """Return the digest of weights. Raises DataError if they are missing or altered, OSError."""
+    """Return the digest of the weights at a path. Raises DataError if they are missing or altered; OSError."""
     if not is_foreign(path):
         return artifacts.check_weights(Path(path), log).sha256
     file, *configs = files_of(path)
@@ -66,7 +67,7 @@ def digest_of(path: str, log: Callable[[str], None]) -> str:
 
 
 def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
-    """Load the model at a path; `overrides` are options that its file cannot provide. Raises DataError naming it."""
+    """Load the model at a path; `overrides` are options that the file does not determine. Raises DataError."""
     try:
         return models.load(path, **overrides)
     except UNREADABLE as error:
@@ -74,11 +75,11 @@ def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
 
 
 def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
-    """Return the training sets of weights, {"path", "digest", "part_of"} each, and where the records end.
+    """Return the weights' training sets, {"path", "digest", "part_of"} each, and the path at which the records end.
 
-    The second value is the path at which the records end, or "" if they are complete. The records are the
-    provenance.json of the weights' stage, of the stage that it started from, and so on, with the sets' digests at that
-    time. Foreign, imported and exported weights have no such record. Raises DataError for an altered record.
+    That path is "" if the records are complete. The records are the provenance.json of the weights' stage, of the stage
+    that it started from, and so on; they contain the digests that the data sets had at that time. Imported and exported
+    weights and other projects' weights have no such record. Raises DataError for an altered record.
     """
     sets: dict[str, dict[str, str | None]] = {}
     sha256: str | None = None  # digest of the weights that the previous stage started from
@@ -102,9 +103,9 @@ def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
 
 
 def recorded_preprocessing(path: str, size: tuple[int, int] | None = None) -> models.Preprocessing | None:
-    """Return how pixels were prepared when weights were evaluated; None if unknown. Raises DataError.
+    """Return the preprocessing with which the weights were evaluated; None if unknown. Raises DataError.
 
-    `size` is that of the model: other libraries' files may name another size, whose preprocessing is then scaled.
+    `size` is the model's image size: if another library's file contains a different size, the preprocessing is scaled.
     """
     try:
         preprocessing = models.load_preprocessing(path)
@@ -116,10 +117,10 @@ def recorded_preprocessing(path: str, size: tuple[int, int] | None = None) -> mo
 
 
 def recorded_loss(path: str) -> str | None:
-    """Return the loss that trained the head of weights, sigmoid or softmax; None if it is not recorded.
+    """Return the loss that trained the weights' head, sigmoid or softmax; None if it is not recorded.
 
-    The records are those of the stage that trained them, also after a resize, an import or an export, and the
-    `problem_type` of a transformers folder. Raises DataError for an altered record.
+    The loss is read from the record of the stage that trained the weights, also after a resize, an import or an export,
+    or from the `problem_type` in a transformers folder. Raises DataError for an altered record.
     """
 
     def loss_of(weights: str) -> str | None:
@@ -135,7 +136,8 @@ def recorded_loss(path: str) -> str | None:
 def recorded_form(path: str) -> dict[str, Any] | None:
     """Return the form in which weights were imported (models/extras/weights/formats.py); None for other weights.
 
-    It is that of the import at the beginning of the weights' stages. Raises DataError for an altered record.
+    The form is recorded by the import from which the weights' first stage started. Raises DataError for an altered
+    record.
     """
 
     def foreign_form(weights: str) -> dict[str, Any] | None:
@@ -148,7 +150,7 @@ def recorded_form(path: str) -> dict[str, Any] | None:
 
 
 def recorded(path: str, name: str, read: Callable[[str], Any]) -> Any:
-    """Return a value in the records of weights, or what `read` finds next to foreign weights; None if it is unknown."""
+    """Return a recorded value for weights, or for another project's weights the value from `read`; None if unknown."""
     sha256: str | None = None  # digest of the weights that the previous stage started from
     while True:
         folder = Path(path)

@@ -20,9 +20,9 @@
                                                     protocol learned from, "leaked": 7, "values": {…}}
  }, …]}
 
-Except for the paths, nothing in it depends on when, where or on how many workers it was computed. The digest of a set
-is that of its index. The digest of a protocol is the sha256 of {"fields": …, "protocol": name} as JSON with sorted
-keys.
+Except for the paths, the document does not depend on when, where or on how many workers it was computed. The digest of
+a data set is the digest of its index. The digest of a protocol is the sha256 of {"fields": …, "protocol": name} as JSON
+with sorted keys.
 """
 
 import base64
@@ -58,7 +58,7 @@ def result_of(
     train: "FeatureStore | None",
     leaked: Sequence[int] | None,
 ) -> Entry:
-    """Return the result of a protocol on a set; `leaked` are sample numbers, or None without a leak check."""
+    """Return the result of a protocol on a data set; `leaked` holds sample numbers, or is None without a leak check."""
     everything = np.ones(len(test.rows), bool)
     values, classes = value_entries(outcome, protocol, test, everything)
     result: Entry = {
@@ -97,7 +97,7 @@ def result_of(
 def value_entries(
     outcome: "Outcome", protocol: Protocol, test: "FeatureStore", chosen: np.ndarray
 ) -> tuple[dict[str, Entry], list[Entry]]:
-    """Return a protocol's values, and the classes for per-class, over the chosen samples of the set: (N,) bool.
+    """Return a protocol's values, and for per-class the classes, over the samples marked in `chosen`, (N,) bool.
 
     The intervals come from intervals.py; `sd` is the standard deviation between seeds.
     """
@@ -154,26 +154,26 @@ def value_entries(
 
 
 def right_of(entry: Entry) -> np.ndarray:
-    """Decode the correctness of each sample from a value's entry: (S, N) bool, one row per seed."""
+    """Decode a value's entry into a boolean array (S, N): whether each sample is correct, one row per seed."""
     draws = len(entry.get("seeds", [0]))
     bits = np.unpackbits(np.frombuffer(base64.b64decode(entry["right"]), np.uint8), count=draws * entry["samples"])
     return bits.reshape(draws, entry["samples"]).astype(bool)
 
 
 def share_entry(right: int, samples: int) -> Entry:
-    """Return the share of correct samples, with its interval."""
+    """Return an entry with the share of correct samples and its confidence interval."""
     share = right / max(samples, 1)
     low, high = intervals.wilson(share, samples)
     return {"value": share, "low": low, "high": high, "samples": samples}
 
 
 def notes_of(result: Entry) -> list[str]:
-    """Return notes on limitations of a result, for the log: "5shot: 2 of 10 classes have fewer than 5 …"."""
+    """Return notes for the log on the limitations of a result: "5shot: 2 of 10 classes have fewer than 5 …"."""
     return [f"{name}: {entry['note']}" for name, entry in result["values"].items() if "note" in entry]
 
 
 def metrics_with_seeds(result: Entry) -> dict[str, float]:
-    """Return {"10shot-seed-0": 0.82, …, "10shot": mean over seeds} of a result (as big_vision fewshot_lsr.py)."""
+    """Return a result's {"10shot-seed-0": 0.82, …, "10shot": mean over seeds}, as in big_vision's fewshot_lsr.py."""
     metrics: dict[str, float] = {}
     for name, entry in result["values"].items():
         for seed, value in entry.get("seeds", {}).items():
@@ -186,7 +186,7 @@ def metrics_with_seeds(result: Entry) -> dict[str, float]:
 
 
 class EvaluationRecord(TypedDict):
-    """The record of an evaluation during training in metrics.jsonl: its kind, values and log line."""
+    """The metrics.jsonl record of an evaluation during training: its kind, values and log line."""
 
     kind: str  # one of OUTCOMES
     values: dict[str, float | int | str]
@@ -196,7 +196,7 @@ class EvaluationRecord(TypedDict):
 def evaluation_record(
     step: int, values: Mapping[str, float | int], where: Mapping[str, float | str], remark: str = ""
 ) -> EvaluationRecord:
-    """Return the record of an evaluation: its values include every few-shot seed, its log line only their mean."""
+    """Return the record of an evaluation; its values include every few-shot seed, its log line only the mean."""
     scores = {name: value for name, value in values.items() if isinstance(value, float)}
     shown = [f"{name} {value:.4f}" for name, value in without_single_seeds(scores).items()]
     line = f"evaluate step {step}  {'  '.join(shown)}{remark}"
@@ -210,7 +210,7 @@ def skipped_record(step: int, reason: str) -> EvaluationRecord:
 
 
 def recorded_steps(records: Iterable[Mapping[str, Any]]) -> set[int]:
-    """Return the steps whose evaluation has an outcome in metrics.jsonl: values, an error, or a reason to skip it."""
+    """Return the steps whose evaluation has an outcome in metrics.jsonl: values, an error, or a reason for skipping."""
     steps: set[int] = set()
     for record in records:
         if record["kind"] == "start":
@@ -225,7 +225,7 @@ def recorded_steps(records: Iterable[Mapping[str, Any]]) -> set[int]:
 
 
 def log_table(document: Entry, log: Callable[[str], None]) -> None:
-    """Log a document's values as a table with columns for set, value, interval, deviation, samples and leaks."""
+    """Log a document's values as a table with columns for data set, value, interval, deviation, samples and leaks."""
     rows: list[tuple[str, ...]] = [("set", "protocol", "value", "95 % interval", "sd", "samples", "leaks")]
     trained_on = {compared["digest"] for compared in document["weights"]["trained_on"]["sets"]}
     for result in document["results"]:
@@ -273,9 +273,9 @@ def log_table(document: Entry, log: Callable[[str], None]) -> None:
 
 
 def entries_of(document: Entry) -> dict[str, Entry]:
-    """Return the entries of all values by name; with several sets, names are prefixed with the set's name.
+    """Return {name: entry} for all values; with several data sets, names are prefixed with the data set's name.
 
-    Each entry gets "whole": the digest of its set, or "" if some samples of it could not be read.
+    Each entry gets the key "whole": the digest of its data set, or "" if some of its samples could not be read.
     """
     names = {result["set"]["name"] for result in document["results"]}
     entries: dict[str, Entry] = {}

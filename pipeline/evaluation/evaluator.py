@@ -1,19 +1,19 @@
-"""Evaluates weights by protocols on sets, on each worker; the only module that runs a model on evaluation sets.
+"""Evaluates weights with protocols on data sets; the only module that runs a model on evaluation sets.
 
 The training loop and asynchronous evaluation (in_training.py) and the stages `evaluate` and `fewshot` (worker.py) all
 call `Evaluator.evaluate`:
 
-1. Each set passes through the model once, for all protocols that use it. A worker reads its part of the set and sends
-   labels, predictions and features to rank 0 (features.py).
-2. Rank 0 computes one protocol after another (protocols.py); the other workers wait.
-3. Each request has a result in the form of evaluation.json (document.py).
+1. The model processes each data set once, for all protocols that use it. Each worker reads its part of the set and
+   sends labels, predictions and features to rank 0 (features.py).
+2. Rank 0 evaluates one protocol after another (protocols.py); the other workers wait.
+3. Each request has a result in the format of evaluation.json (document.py).
 
 In:  [Request("/shards/test", None, Protocol("top-1", {}))]
-Out: [{"set": {"judged": 360, …}, "values": {"top-1": {"value": 0.91, "low": …}}, …}] at rank 0, [] elsewhere
+Out: [{"set": {"judged": 360, …}, "values": {"top-1": {"value": 0.91, "low": …}}, …}] on rank 0, [] elsewhere
 
-`EvaluationGroup` keeps the workers in step: they pass a batch through the model only when all have one, and about once
-a second they exchange stop requests and failures, which are then raised on all workers. A process without a
-group, such as one for asynchronous evaluation, raises its own errors directly.
+`EvaluationGroup` synchronises the workers: they pass a batch through the model only when every worker has a batch, and
+about once a second they exchange stop requests and failures, which are then raised on all workers. A process without a
+process group, such as a spare worker's for asynchronous evaluation, raises its own errors directly.
 """
 
 import time
@@ -51,7 +51,7 @@ PROGRESS_S = 20.0  # interval of log lines about the progress of a pass over a s
 
 
 class EvaluationStopped(Preempted):
-    """A stop was requested, and all workers have stopped their evaluation between two batches."""
+    """A stop was requested, and all workers have stopped evaluating after their current batch."""
 
 
 class EvaluationFailed(PatchlineError):
@@ -75,10 +75,10 @@ class EvaluationGroup:
     step: int = 0  # training step of the weights, used in reported phases
 
     def agree_to_continue(self, failure: Exception | None = None, *, is_working: bool = False) -> bool:
-        """Exchange failures and stop requests; return whether any worker is working (`is_working`).
+        """Exchange failures and stop requests; return whether any worker is still working (`is_working`).
 
-        On all workers, raises EvaluationFailed if any worker has a failure, and EvaluationStopped if any has a stop
-        request. The traceback of `failure` is written to the log of the phases.
+        On all workers, raises EvaluationFailed if any worker has failed, and EvaluationStopped if any has been asked to
+        stop. The traceback of `failure` is written to the phase log.
         """
         if not dist.is_initialized():
             if failure is not None:
@@ -106,9 +106,9 @@ class EvaluationGroup:
         return working > 0
 
     def run_on_rank_0(self, work: Callable[[Beat], Result], phase: str) -> Result | None:
-        """Run `work(beat)` on rank 0 and return its value; `work` must call `beat` regularly. None on other ranks.
+        """Run `work(beat)` on rank 0 and return its value there, and None on other ranks.
 
-        Raises EvaluationFailed and EvaluationStopped on all workers.
+        `work` must call `beat` regularly. Raises EvaluationFailed and EvaluationStopped on all workers.
         """
         if not dist.is_initialized():
             return work(lambda: self.phases.enter(phase, self.step))
@@ -146,7 +146,7 @@ class EvaluationGroup:
 
 @dataclass(frozen=True)
 class Request:
-    """A request to compute a protocol on a set."""
+    """A request to evaluate a protocol on a data set."""
 
     test: str  # absolute path or URL of the set's index
     train: str | None  # index of the set that a protocol of features learns from
@@ -177,10 +177,10 @@ class Evaluator:
     log: Callable[[str], None] | None = None  # receives rank 0's lines about the progress
 
     def evaluate(self, requests: Sequence[Request]) -> list[document.Entry]:
-        """Collective: return each request's result (document.result_of) at rank 0, and an empty list elsewhere.
+        """Collective: return each request's result (document.result_of) on rank 0, and an empty list elsewhere.
 
-        Raises EvaluationFailed, which names the set or the protocol, and EvaluationStopped, both on all workers; a
-        process without a group raises the original error.
+        Raises EvaluationFailed, which names the data set or the protocol, and EvaluationStopped, both on all workers; a
+        process without a process group raises the original error.
         """
         results: list[document.Entry] = []
         stores: dict[str, FeatureStore] = {}
@@ -212,7 +212,7 @@ class Evaluator:
         return results
 
     def collect(self, path: str, requests: Sequence[Request]) -> FeatureStore:
-        """Collective: pass a set through the model; rank 0's store gets everything that the requests need."""
+        """Collective: run the model on a data set; rank 0's store receives everything that the requests need."""
         best = 0
         with_features = False
         for request in requests:
@@ -249,10 +249,10 @@ class Evaluator:
         return store
 
     def in_lockstep(self, batches: Iterator[EvaluationBatch], index: Index, path: str) -> Iterator[EvaluationBatch]:
-        """Iterate batches in step with all other workers, and log the progress from time to time.
+        """Iterate over batches in lockstep with all other workers, and log the progress from time to time.
 
-        On all workers, raises EvaluationFailed if a worker cannot continue, or EvaluationStopped if a worker was
-        requested to stop.
+        On all workers, raises EvaluationFailed if a worker cannot continue, or EvaluationStopped if a worker was asked
+        to stop.
         """
         began = time.monotonic()
         last_report = began
@@ -276,9 +276,9 @@ class Evaluator:
         self.report(f"{path}: {index.samples:,} images in {duration(time.monotonic() - began)}")
 
     def batches(self, index: Index) -> Iterator[EvaluationBatch]:
-        """Iterate this process's batches of a set, entering a phase with the shards being read before each batch.
+        """Iterate over this process's batches of a data set; before each, enter a phase that names the shards read.
 
-        An error while opening the set is raised at the first batch.
+        An error while opening the data set is raised when the first batch is requested.
         """
         phases = self.group.phases
         step = self.group.step
@@ -315,16 +315,16 @@ class Evaluator:
             phases.enter("evaluate", step)
 
     def report(self, line: str) -> None:
-        """Log a line at rank 0, if the caller has passed `log`."""
+        """Log a line on rank 0 if a `log` function was passed."""
         if self.log is not None and (not dist.is_initialized() or dist.get_rank() == 0):
             self.log(line)
 
 
 def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torch.device, beat: Beat) -> document.Entry:
-    """Compute a request's protocol from the stores of its sets, and return the result.
+    """Evaluate a request's protocol from the feature stores of its data sets, and return the result.
 
-    Raises DataError if no sample of a set could be read or an output of the model is not finite, ConfigError if the
-    protocol does not fit the sets.
+    Raises DataError if no sample of a data set could be read or an output of the model is not finite, ConfigError if
+    the protocol cannot be evaluated on these data sets.
     """
     test = stores[request.test]
     train = None
@@ -356,9 +356,10 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
 
 
 def examples_of(test: FeatureStore, most: int) -> list[document.Entry]:
-    """Return example samples with labels, prediction and confidence: the most confident mistakes, then correct ones.
+    """Return example samples with labels, prediction and confidence: the most confident mistakes, then correct samples.
 
-    At least a quarter are correct, if there are enough: spread over the set, most confident first.
+    At least a quarter of the examples are correct, if there are enough correct samples; these are spread over the data
+    set, the most confident first.
     """
     predicted = test.predictions[:, 0]
     confidences = test.all_confidences[test.is_there]
@@ -380,10 +381,11 @@ def examples_of(test: FeatureStore, most: int) -> list[document.Entry]:
 
 
 def class_counts(test: FeatureStore) -> list[list[int]]:
-    """Return one row per non-empty class.
+    """Return one row of counts per non-empty class.
 
-    A row holds the label, number of samples, number correct, most frequent wrong prediction and its count. In a
-    class without mistakes, the last two are −1 and 0. A sample with several labels counts in each of their classes.
+    A row holds the label, the number of samples, the number of correct samples, the most frequent wrong prediction and
+    its count. For a class without mistakes, the last two are −1 and 0. A sample with several labels counts in each of
+    these classes.
     """
     predicted = test.predictions[:, 0].astype(int)
     sample, column = np.nonzero(test.labels >= 0)

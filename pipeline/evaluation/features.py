@@ -1,16 +1,17 @@
-"""Computes the features, predictions and labels of every sample of a set; rank 0 stores them, the features on disk.
+"""Computes features, predictions and labels of every sample in a data set; rank 0 stores them, the features on disk.
 
-1. Every worker computes the batches of its part of the set and sends them to rank 0, which receives one at a time.
-2. Rank 0 writes features at the position of the sample's number, so the file has the order of the set at any world
-   size. The file is preallocated, so that a full disk is detected at the first batch, and unnamed, so that it
-   disappears with the process however it ends.
-3. A protocol reads as many rows at a time as fit into memory: `blocks`.
+1. Every worker computes the batches of its part of the data set and sends them to rank 0, which receives one at a time.
+2. Rank 0 writes features at the position of the sample's number, so the order in the file is that of the data set at
+   any world size. The file is preallocated, so that a full disk is detected at the first batch, and unnamed, so that it
+   disappears with the process however the process ends.
+3. A protocol reads the features in blocks that fit into memory: `blocks`.
 
     store = FeatureStore(index, folder)
     collect(model, store.watching(batches), store, torch.float32, device)
     store.rows, store.labels, store.features(store.rows[:100])          only on rank 0; other ranks' stores stay empty
 
-A worker holds one batch in memory. Rank 0 holds two, and labels and predictions of each sample: about ten numbers.
+A worker holds one batch in memory. Rank 0 holds two batches, and the labels and predictions of all samples (about ten
+numbers each).
 """
 
 import os
@@ -37,7 +38,7 @@ Beat = Callable[[], None]  # called between two blocks of a long computation, wh
 
 
 class FeatureStore:
-    """Labels, predictions and features by the sample's number in the set; unreadable samples have no row."""
+    """Stores labels, predictions and features by sample number in the data set; unreadable samples have no row."""
 
     def __init__(self, index: Index, folder: Path) -> None:
         self.index = index
@@ -56,7 +57,7 @@ class FeatureStore:
     # -------------------------------------------------------------------------------------------- writing
 
     def watching(self, batches: Iterable[EvaluationBatch]) -> Iterator[EvaluationBatch]:
-        """Iterate batches; after a failed write raise its OSError when the next batch is requested."""
+        """Iterate over batches; after a failed write, raise its OSError when the next batch is requested."""
         for batch in batches:
             yield batch
             if self.failure is not None:
@@ -70,7 +71,7 @@ class FeatureStore:
         predictions: Tensor | None = None,
         confidences: Tensor | None = None,
     ) -> None:
-        """Store the rows of a batch at their numbers (b,) in the set; rows with number −1 are skipped.
+        """Store the rows of a batch at their sample numbers (b,) in the data set; skip rows with the number −1.
 
         If the disk rejects the features (b, D), the error is stored in `failure`, and no more features are stored.
         """
@@ -119,22 +120,22 @@ class FeatureStore:
 
     @property
     def rows(self) -> np.ndarray:
-        """Return the numbers of the readable samples, in the order of the set."""
+        """Return the numbers of the readable samples, in the order of the data set."""
         return np.flatnonzero(self.is_there)
 
     @property
     def labels(self) -> np.ndarray:
-        """Return the labels (rows, L) of the readable samples, padded with −1; probes learn the first one."""
+        """Return the labels (rows, L) of the readable samples, padded with −1; probes learn the first label."""
         return self.all_labels[self.rows]
 
     @property
     def predictions(self) -> np.ndarray:
-        """Return the best classes (rows, K) of the readable samples, the best first."""
+        """Return the K highest-scoring classes (rows, K) of the readable samples, best first."""
         assert self.all_predictions is not None, "the pass over the set was made without the head"
         return self.all_predictions[self.is_there]
 
     def features(self, rows: np.ndarray) -> Tensor:
-        """Read the features (len(rows), D) float32 of samples, given by their numbers, from the file."""
+        """Read the float32 features (len(rows), D) of the samples with these numbers from the file."""
         assert self.file is not None, "the pass over the set was made without features"
         parts = []
         for run in runs_of(rows):
@@ -144,7 +145,7 @@ class FeatureStore:
         return torch.from_numpy(np.concatenate(parts))
 
     def blocks(self, rows: np.ndarray | None = None, size: int = BLOCK) -> Iterator[tuple[slice, Tensor]]:
-        """Iterate features in blocks: (slice of `rows`, features (size, D)); by default all readable samples."""
+        """Iterate over features in blocks: (slice of `rows`, features (size, D)); by default all readable samples."""
         if rows is None:
             rows = self.rows
         for first in range(0, len(rows), size):
@@ -159,7 +160,7 @@ class FeatureStore:
 
 
 def runs_of(rows: np.ndarray) -> list[np.ndarray]:
-    """Split row numbers into runs of consecutive numbers; each run can be read or written with one call."""
+    """Split row numbers into runs of consecutive numbers, each of which can be read or written with a single call."""
     if len(rows) == 0:
         return []
     return np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
@@ -176,11 +177,11 @@ def collect(
     best: int = 0,
     on_computed: Callable[[], None] | None = None,
 ) -> None:
-    """Collective: pass a set through the model once; rank 0's store gets features and the head's `best` classes.
+    """Collective: run the model once on a data set; rank 0's store receives features and the head's `best` top classes.
 
     The model runs in eval mode without gradients; its mode is restored afterwards. `on_computed` is called after a
-    batch is computed and before it is sent. `samples` must come from `store.watching`, so that every worker learns of
-    a full disk.
+    batch is computed and before it is sent. `samples` must come from `store.watching`, so that a full disk is raised
+    on every worker.
     """
     rank = 0
     world = 1

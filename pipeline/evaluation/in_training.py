@@ -1,11 +1,11 @@
 """Evaluates a trained stage on the workers that train it: between training steps and at the end of the stage.
 
-All of these evaluate the weights at a step in the same way (`evaluate_weights`):
+All of these methods evaluate the weights at a step in the same way (`evaluate_weights`):
 1. `LoopEvaluator.resume`: at the start of an attempt, if a stop or a kill interrupted the evaluation of its step;
 2. `LoopEvaluator.evaluate_during_training`: between two steps; training continues even if the evaluation fails;
-3. `LoopEvaluator.evaluate_at_end`: the weights that the stage ends with; a failure ends the stage.
+3. `LoopEvaluator.evaluate_at_end`: the stage's final weights; a failure ends the stage.
 
-A stage without sets to evaluate on uses StageEvaluator (pipeline/hooks.py) and does not import this module. A hook may
+A stage without evaluation sets uses StageEvaluator (pipeline/hooks.py) and does not import this module. A hook may
 provide an evaluator that runs on other workers (`request`).
 """
 
@@ -49,10 +49,10 @@ def evaluate_weights(
     world: int,
     indexes: Mapping[str, Index],
 ) -> tuple[dict[str, float | int], list[str]]:
-    """Collective: evaluate a model as configured in its stage's recipe: accuracy and the few-shot probe.
+    """Collective: evaluate a model as configured in its stage's recipe, with accuracy and the few-shot probe.
 
-    Returns, at rank 0, the values for metrics.jsonl, and warnings about unreadable samples; "accuracy" comes with
-    "judged", the number of readable samples. The other arguments are those of Evaluator.
+    Returns, on rank 0, the values for metrics.jsonl, and warnings about unreadable samples; "accuracy" is accompanied
+    by "judged", the number of readable samples. The other arguments are passed to Evaluator.
     """
     requests = []
     if job.evaluate:
@@ -105,14 +105,14 @@ def evaluate_weights(
 
 
 class LoopEvaluator(StageEvaluator):
-    """Evaluates a stage on the workers that train it, which pause training in the meantime."""
+    """Evaluates a stage on its own training workers, which pause training in the meantime."""
 
     def __init__(self, cfg: TrainConfig, job: Job, last_step: int) -> None:
         super().__init__(cfg, job, last_step)
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """Start measuring the cost of evaluations, excluding the time for building and restoring."""
+        """Start measuring the cost of evaluations, after the model has been built and the checkpoint restored."""
         self.first_step = step  # steps completed before this attempt
         self.began = time.monotonic()
         self.evaluated_s = 0.0  # total time of all evaluations since then
@@ -126,7 +126,7 @@ class LoopEvaluator(StageEvaluator):
     def resume(self, worker: Setup, progress: Progress) -> bool:
         """Collective: evaluate the step that an attempt resumes from, if due; return False if a stop was requested.
 
-        If TRIES attempts ended before the step had a result, report it as skipped.
+        If TRIES attempts ended before the step had a result, report its evaluation as skipped.
         """
         is_due = [False]
         if worker.group.rank == 0:
@@ -153,14 +153,14 @@ class LoopEvaluator(StageEvaluator):
         return has_sets and is_between and self.cfg.evaluate_every > 0 and step % self.cfg.evaluate_every == 0
 
     def recorded(self, stage: Path) -> set[int]:
-        """Return the steps whose evaluation has an outcome: values, an error, or a reason for skipping it."""
+        """Return the steps whose evaluation has an outcome: values, an error, or the reason for skipping it."""
         # The driver reports damaged lines; an evaluation whose record is damaged is repeated.
         return document.recorded_steps(read_metrics(stage, None, []))
 
     def evaluate_during_training(self, worker: Setup, progress: Progress) -> bool:
-        """Collective: evaluate between two steps; return False if a stop was requested meanwhile.
+        """Collective: evaluate between two steps; return False if a stop was requested in the meantime.
 
-        A failed evaluation is reported and training continues, because the weights do not depend on it.
+        A failed evaluation is reported and training continues, because the weights do not depend on evaluations.
         """
         seconds_before = self.evaluated_s
         try:
@@ -177,7 +177,7 @@ class LoopEvaluator(StageEvaluator):
         return True
 
     def report_cost(self, worker: Setup, step: int, seconds: float) -> None:
-        """Log the share of time spent on evaluations; once per attempt, after its first evaluation."""
+        """Log the share of time spent on evaluations, once per attempt, after the first evaluation."""
         if self.is_price_reported or step <= self.first_step:
             return
         self.is_price_reported = True
@@ -191,17 +191,17 @@ class LoopEvaluator(StageEvaluator):
         )
 
     def advice(self, share: float) -> str:
-        """Return the end of a log line that suggests evaluating elsewhere; "" if that would save little time."""
+        """Return a suggestion for the log line to evaluate on other workers; "" if that would save little time."""
         # If evaluated steps are saved for their values, training must wait for the values anyway.
         if self.cfg.saves_evaluated or share < WORTH_SPARING:
             return ""
         return "; with evaluate_on=spare a spare worker evaluates checkpoints during training, if the cluster has room"
 
     def evaluate_at_end(self, worker: Setup, progress: Progress) -> None:
-        """Collective: evaluate the stage's final, committed weights (the averaged ones, if it has them).
+        """Collective: evaluate the stage's final, committed weights, or their average if the stage has one.
 
-        Raises EvaluationFailed, whose exit code ends the stage, or EvaluationStopped. In both cases the same command
-        starts again with this evaluation.
+        Raises EvaluationFailed, whose exit code ends the stage, or EvaluationStopped. In both cases, running the same
+        command again resumes with this evaluation.
         """
         polyak = self.cfg.polyak
         try:
@@ -230,7 +230,7 @@ class LoopEvaluator(StageEvaluator):
             ) from error
 
     def evaluate(self, worker: Setup, progress: Progress, remark: str = "") -> None:
-        """Collective: evaluate the engine's weights on the recipe's sets, and report the values.
+        """Collective: evaluate the engine's weights on the recipe's evaluation sets, and report the values.
 
         Raises EvaluationFailed and EvaluationStopped on all workers.
         """
@@ -261,7 +261,7 @@ class LoopEvaluator(StageEvaluator):
 
 
 def report_failure(worker: Setup, progress: Progress, error: EvaluationFailed, consequence: str) -> None:
-    """Record a failed evaluation, and log the reason and the consequence for the stage in one line."""
+    """Record a failed evaluation, and log its reason and its consequence for the stage in one line."""
     values = {"step": progress.step, "error": str(error), "exit_code": error.exit_code}
     line = f"evaluate step {progress.step} FAILED ({one_line(str(error))}); {consequence}"
     worker.group.telemetry.report("evaluate_failed", values, line)

@@ -1,6 +1,6 @@
-"""Confidence intervals of accuracies: one definition for all values, 95 %, over draws and test samples.
+"""Computes 95 % confidence intervals of accuracies, over draws and test samples, in the same way for all values.
 
-An interval estimates where the accuracy would lie over all test samples of this kind, and over all possible draws: the
+An interval estimates the range of the accuracy over all test samples of this kind and over all possible draws: the
 shots of a few-shot probe, the seeds of repeated runs.
 
     over_draws(right)                      (n,), (draws, n) or (runs, draws, n): which samples were right
@@ -11,7 +11,7 @@ shots of a few-shot probe, the seeds of repeated runs.
    even if all samples are right.
 2. Over classes: generalize Wilson's interval to shares of several classes, because a rare class can decide the mean.
 
-`python -m benchmarks.intervals` simulates how often they contain the true value (docs/evaluation.md).
+`python -m benchmarks.intervals` simulates how often the intervals contain the true value (docs/evaluation.md).
 """
 
 import math
@@ -25,7 +25,7 @@ HALVINGS = 35  # steps of a bisection
 
 
 def wilson(share: float, samples: float, quantile: float = Z) -> tuple[float, float]:
-    """Return low and high of Wilson's score interval for a share of this number of samples; 0 and 1 without samples."""
+    """Return Wilson's score interval (low, high) for a share measured on `samples` samples; (0, 1) without samples."""
     if samples == 0:
         return 0.0, 1.0
     middle = share + quantile**2 / (2 * samples)
@@ -36,12 +36,13 @@ def wilson(share: float, samples: float, quantile: float = Z) -> tuple[float, fl
 
 
 def over_draws(right: np.ndarray) -> tuple[float, float]:
-    """Return the interval of the mean over every axis: runs, draws and, as the last axis, test samples.
+    """Return the interval of the mean over all axes: runs, draws and, as the last axis, test samples.
 
-    The variance is that of several readers of the same cases (Gallas 2006, Acad Radiol 13): for S draws and n samples
-    s²(means of draws) / S + s²(means of samples) / n − s²(residual) / (S · n), and at least its largest part. Because a
-    few draws estimate their variance badly, the quantile is Student's, with Satterthwaite's degrees of freedom. An axis
-    of length 1 gives no estimate of its variance, and the interval does not include it.
+    The variance is computed as for several readers of the same cases (Gallas 2006, Acad Radiol 13). For S draws and n
+    samples, it is s²(means of draws) / S + s²(means of samples) / n − s²(residual) / (S · n), and at least the largest
+    of these terms. Because a few draws give a poor estimate of their variance, the quantile is Student's, with
+    Satterthwaite's degrees of freedom. An axis of length 1 gives no estimate of its variance, which is therefore not
+    included in the interval.
     """
     samples = right.shape[-1]
     lengths = [length for length in right.shape[:-1] if length > 1]
@@ -75,7 +76,7 @@ def over_draws(right: np.ndarray) -> tuple[float, float]:
 
 
 def mean_over_classes(right: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Return the interval of the mean over classes of the share of right samples in each; the classes are fixed.
+    """Return the interval of the mean per-class accuracy, for a fixed set of classes.
 
     The interval contains the means θ that a score test does not reject, as Wilson's does for a single share:
 

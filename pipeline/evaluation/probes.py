@@ -1,12 +1,12 @@
-"""Probes: measure the quality of frozen features with simple classifiers, fitted on a training set and then tested.
+"""Probes measure the quality of frozen features with simple classifiers that are fitted to a training set.
 
   few_shot   ridge regression on a few images per class, in closed form
   linear     the same on all images
-  knn        vote of the nearest training samples
-  logistic   logistic regression, its penalty chosen on held-out training samples
+  knn        majority vote of the nearest training samples
+  logistic   logistic regression, with a penalty chosen on held-out training samples
 
-Each probe reads features block by block, for sets of any size, and returns for every test sample whether it was
-classified correctly:
+Each probe reads features block by block, so data sets can have any size, and returns for every test sample whether it
+was classified correctly:
 
     few_shot(Inputs("fewshot", train, test, test.labels, device, beat), FewShotConfig((5,), (0,)))
     → Outcome(right={"5shot": [array([True, False, …])]}, shots={"5shot": {"0": [17, 205, …]}})
@@ -38,7 +38,7 @@ TOLERANCE = 1e-7  # logistic regression has converged if its largest gradient or
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a protocol; rank 0 only."""
+    """The inputs of a protocol; they exist only on rank 0."""
 
     name: str  # name of the protocol
     train: FeatureStore | None  # None for protocols of the head
@@ -48,11 +48,11 @@ class Inputs:
     beat: Beat
 
     def is_right(self, predicted: np.ndarray) -> np.ndarray:
-        """Return (N,) bool: whether any prediction, (N,) or (N, K), is one of the labels; padding −1 never matches."""
+        """Return a boolean array (N,): whether any prediction, (N,) or (N, K), is a label; padding never matches."""
         return (predicted.reshape(len(predicted), -1, 1) == self.labels[:, None, :]).any((1, 2))
 
     def training_set(self) -> FeatureStore:
-        """Return the training set; only protocols of features have one."""
+        """Return the training set, which only protocols of features have."""
         assert self.train is not None, "the stage rejects a protocol of features without a training set"
         return self.train
 
@@ -71,7 +71,7 @@ class Outcome:
 
 
 class LinearMap(NamedTuple):
-    """A linear map fitted by regularised least squares."""
+    """A linear map that was fitted by regularised least squares."""
 
     mean: Tensor  # (D,)
     std: Tensor  # (D,)
@@ -105,12 +105,12 @@ def predict(fitted: LinearMap | Regression, store: FeatureStore, rows: np.ndarra
 
 
 def standardised(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Centre and scale features (N, D), and append the constant feature: (N, D + 1)."""
+    """Centre and scale features (N, D), and append a constant feature; return (N, D + 1)."""
     return pad((features - mean) / std, (0, 1), value=BIAS)
 
 
 def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, Tensor]:
-    """Return mean and population standard deviation + 1e-5, both (D,), of a store's rows, in float64."""
+    """Return the mean, and the population standard deviation plus 1e-5, of rows of a store: both (D,), float64."""
     total = torch.zeros(store.width, dtype=torch.float64)
     for _, features in store.blocks(rows):
         total += features.double().sum(0)
@@ -134,9 +134,9 @@ def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, 
 
 
 def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
-    """Fit the closed form to the shots of every seed; the values are named 1shot, 5shot, …
+    """Fit the closed-form linear map to the shots drawn with every seed; the values are named 1shot, 5shot, …
 
-    Seeds that pick the same images are one draw: only the first of them has a result.
+    Seeds that pick the same images count as one draw: only the first of these seeds has a result.
     """
     train = inputs.training_set()
     test = inputs.test
@@ -173,7 +173,7 @@ def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
 
 
 def linear(inputs: Inputs, settings: LinearConfig) -> Outcome:
-    """Fit the closed form to all training samples."""
+    """Fit the closed-form linear map to all training samples."""
     fitted = fit_all(inputs.training_set(), settings.l2, inputs.beat)
     predicted = predict(fitted, inputs.test, inputs.test.rows, inputs.beat)
     return Outcome({"linear": [inputs.is_right(predicted)]})
@@ -182,8 +182,8 @@ def linear(inputs: Inputs, settings: LinearConfig) -> Outcome:
 def fit(x: Tensor, labels: Tensor, l2: float = L2) -> LinearMap:
     """Fit the linear map to features (N, D) and labels (N,), in float64.
 
-    The result is as close to the original's float32 result as the original's results on different platforms are to each
-    other.
+    The result differs from the original's float32 result by no more than the original's results on different platforms
+    differ from each other.
     """
     x = x.double()
     mean = x.mean(0)
@@ -198,7 +198,7 @@ def fit(x: Tensor, labels: Tensor, l2: float = L2) -> LinearMap:
 
 
 def fit_all(train: FeatureStore, l2: float, beat: Beat) -> LinearMap:
-    """Fit the linear map to every row of a training set that need not fit in memory; the result is that of `fit`."""
+    """Fit the linear map to all rows of a training set that may exceed memory; the result is the same as with `fit`."""
     labels = torch.from_numpy(train.labels[:, 0])
     classes = int(labels.max()) + 1
     mean, std = moments(train, train.rows, beat)
@@ -222,12 +222,12 @@ def solve_gram(gram: Tensor, y: Tensor, l2: float) -> Tensor:
 
 
 def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
-    """Predict the class of a test sample by a vote of the training samples with the most similar features.
+    """Predict each test sample's class by a vote of the training samples with the most similar features.
 
     The similarity of two samples is the cosine of the angle between their features. With weights, each of the k nearest
-    neighbours votes with exp(similarity / 0.07), as in DINO's eval_knn.py (Caron et al. 2021, appendix F.1); without,
-    with 1. The class with the most votes wins; among equal ones the lowest. The values are knn-10, knn-20, … Raises
-    ConfigError if k is larger than the training set.
+    neighbours votes with exp(similarity / 0.07), as in DINO's eval_knn.py (Caron et al. 2021, appendix F.1); without
+    weights, each votes with 1. The class with the most votes wins, and the lowest class wins a tie. The values are
+    named knn-10, knn-20, … Raises ConfigError if k is larger than the training set.
     """
     train = inputs.training_set()
     most = max(settings.k)
@@ -278,10 +278,10 @@ def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
 
 
 def logistic(inputs: Inputs, settings: LogisticConfig) -> Outcome:
-    """Fit a logistic regression, with the l2 penalty that is most accurate on held-out training rows.
+    """Fit a logistic regression with the l2 penalty that gives the highest accuracy on held-out training rows.
 
-    Among equally good values the largest l2 is used; it is then fitted to all rows. Raises ConfigError if no rows are
-    left to fit.
+    Among equally good penalties, the largest is used; the final regression is fitted to all rows. Raises ConfigError if
+    no rows remain for fitting.
     """
     train = inputs.training_set()
     device = inputs.device
@@ -365,7 +365,7 @@ def fit_logistic(
 
 
 def best_classes(inputs: Inputs, settings: None) -> Outcome:
-    """Compare the head's best classes with the labels, for the protocols top-1, top-5, real and per-class."""
+    """Compare the head's top classes with the labels, for the protocols top-1, top-5, real and per-class."""
     best = PROTOCOLS[inputs.name].best
     return Outcome({inputs.name: [inputs.is_right(inputs.test.predictions[:, :best])]})
 

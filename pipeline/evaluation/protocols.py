@@ -1,9 +1,9 @@
-"""The evaluation protocols: each is one row of PROTOCOLS and one function in probes.py.
+"""Defines the evaluation protocols; each is a row of PROTOCOLS and a function in probes.py.
 
 Protocols of the head; a prediction is correct if it is any of the sample's labels:
   top-1, top-5    the best class, or one of the five best classes, is correct
   real            top-1 on the labels of Beyer et al. 2020 (ReaL), several per image; unlabelled images are excluded
-  per-class       mean over classes of the share of correct samples (mean per-class accuracy), and each class by name
+  per-class       mean per-class accuracy, and the accuracy of each class by name
 Protocols of features, fitted on a training set and evaluated on the test set:
   fewshot, linear, knn, logistic
 
@@ -29,7 +29,7 @@ from pipeline.training_config import L2, ProbeConfig
 
 @dataclass(frozen=True)
 class FewShotConfig:
-    """Protocol fewshot: the paper's few-shot accuracy (section 4.1), as big_vision computes it."""
+    """Protocol fewshot: the paper's few-shot accuracy (section 4.1), computed as in big_vision."""
 
     shots: tuple[int, ...] = (1, 5, 10, 25)  # training images per class (big_vision configs/common_fewshot.py)
     seeds: tuple[int, ...] = (0, 1, 2)  # seeds for picking the shots; the value is the mean over them
@@ -54,7 +54,7 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class NeighboursConfig:
-    """Protocol knn: vote of the nearest training samples."""
+    """Protocol knn: a vote of the nearest training samples."""
 
     k: tuple[int, ...] = (10, 20)  # numbers of neighbours, with one value for each (DINO eval_knn.py: 20 was best)
     weighted: bool = True  # votes weighted by exp(cosine / temperature); otherwise equal votes
@@ -96,7 +96,7 @@ class ProtocolKind:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A fully specified protocol: the same fields always give the same value."""
+    """A fully specified protocol: protocols with equal fields always give the same value."""
 
     name: str
     fields: dict[str, Any]  # JSON values
@@ -148,7 +148,7 @@ def probe_protocol(probe: ProbeConfig) -> Protocol:
 def protocols_of(names: tuple[str, ...], stage_config: object, common: dict[str, Any]) -> list[Protocol]:
     """Build the protocols with these names; their settings are fields of the stage's config.
 
-    `common` are the fields that all share: preprocessing, precision, batch size.
+    `common` holds the fields shared by all protocols: preprocessing, precision, batch size.
     """
     protocols = []
     for name in names:
@@ -160,7 +160,7 @@ def protocols_of(names: tuple[str, ...], stage_config: object, common: dict[str,
 
 
 def check_names(names: tuple[str, ...]) -> None:
-    """Raise ConfigError if a name is unknown or repeated, or if there are no names."""
+    """Raise ConfigError if the list of names is empty, or if a name is unknown or repeated."""
     for name in names:
         require(
             name in PROTOCOLS,

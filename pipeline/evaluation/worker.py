@@ -1,9 +1,9 @@
 """The worker of a stage that only evaluates weights (evaluate, fewshot).
 
-1. It joins the group, passes the same start checks as in training, and loads the whole model: only the sets are divided
-   among workers.
+1. It joins the process group, runs the same start checks as in training, and loads the complete model: only the data
+   sets are divided among the workers.
 2. It evaluates with evaluator.py. A stop takes effect between two batches, or within about a second while rank 0
-   computes. A stopped attempt leaves no results.
+   evaluates a protocol. A stopped attempt produces no results.
 
 In:  {"init": "/runs/x/finetune-1a2b3c4d", "requests": [{"test": "/shards/test", "protocol": {…}, …}], …}
 Out: {"results": [{"set": {…}, "values": {"top-1": {…}}, …}]} from rank 0, one per request (document.result_of)
@@ -37,7 +37,7 @@ COLLECTIVE_TIMEOUT_S = 1800.0  # same as TrainConfig.timeout_s; `stall_s` ends a
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """The settings of the workers of an evaluation stage; the configs of both kinds of stage have these fields."""
+    """The settings for workers of an evaluation stage; the configs of both kinds of stage contain these fields."""
 
     preprocess: str  # preprocessing ops of evaluation
     max_labels: int  # maximum number of labels per sample
@@ -49,7 +49,7 @@ class WorkerConfig:
 
 
 def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
-    """Evaluate the task's requests on this worker; rank 0 returns the results.
+    """Collective: evaluate the task's requests; rank 0 returns the results.
 
     On all workers, raises EvaluationFailed if a worker cannot continue, and Preempted after a SIGTERM.
     """

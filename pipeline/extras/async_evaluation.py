@@ -1,6 +1,7 @@
-"""Files of asynchronous evaluation (`evaluate_on: spare`), which the driver and rank 0 exchange.
+"""The files that the driver and rank 0 exchange for asynchronous evaluation (`evaluate_on: spare`).
 
-Every evaluation ends with a record (`recorded`); without one, it is requested again at the start of the next attempt.
+Every evaluation ends with a record (`recorded`); an evaluation without a record is requested again at the start of the
+next attempt.
 
 The driver and rank 0 communicate through files, because neither must wait for the other:
 
@@ -61,7 +62,7 @@ def withdraw(stage: Path, step: int) -> None:
 
 
 def recorded(stage: Path) -> set[int]:
-    """Return the steps with a recorded evaluation: values, an error, or the reason why it was skipped."""
+    """Return the steps with an evaluation record: values, an error, or the reason for skipping it."""
     # The driver reports damaged lines; an evaluation whose record is damaged is repeated.
     steps = recorded_steps(read_metrics(stage, None, []))
     for path in records(stage):
@@ -83,12 +84,12 @@ def skip(stage: Path, step: int, reason: str) -> None:
 
 
 def records(stage: Path) -> list[Path]:
-    """Return the files of records to be added to metrics.jsonl, oldest step first."""
+    """Return the files with records to be added to metrics.jsonl, oldest step first."""
     return sorted((stage / EVALUATIONS).glob("step-*.json"))
 
 
 def report_records(stage: Path, report: Callable[[str, Mapping[str, object], str], bool]) -> None:
-    """Pass the kind, values and line of each record to `report`, and delete its file after success."""
+    """Pass the kind, values and log line of each record to `report`; delete the record's file if this succeeds."""
     for path in records(stage):
         # After a temporary failure of the shared folder, the next call reports the record.
         with suppress(OSError):

@@ -1,6 +1,6 @@
 """Asynchronous evaluation in the workers (`evaluate_on: spare`): the hook, its evaluator, and the spare worker's task.
 
-1. Before a step is committed, rank 0 requests its evaluation if a spare worker is available
+1. Before a step is committed, rank 0 requests the step's evaluation if a spare worker is available
    (`AsyncEvaluator.request`); otherwise the training loop evaluates it.
 2. The driver runs `evaluate_commit` on the spare worker, and writes the record to the stage's folder
    (async_evaluation.py).
@@ -46,17 +46,17 @@ class AsyncEvaluator(LoopEvaluator):
         return self.cfg.evaluate_on == "spare" and self.job.storage.is_shared
 
     def advice(self, share: float) -> str:
-        """Return advice for a log line on evaluations that take this share of the training time."""
+        """Return advice for the log line about evaluations that take this share of the training time."""
         if self.cfg.evaluate_on == "spare":
             return "; evaluate_on=spare is set, but no spare worker was available"
         return super().advice(share)
 
     def recorded(self, stage: Path) -> set[int]:
-        """Return the steps with a recorded evaluation, whether or not it is in metrics.jsonl yet."""
+        """Return the steps with an evaluation record, which need not be in metrics.jsonl yet."""
         return async_evaluation.recorded(stage)
 
     def request(self, worker: "Setup", step: int) -> bool:
-        """Request the evaluation of a step on a spare worker, or return False if none is available. Collective."""
+        """Collective: request a step's evaluation on a spare worker; return False if no spare worker is available."""
         if not self.is_spare:
             return False
         is_requested = [False]
@@ -74,10 +74,10 @@ class AsyncEvaluator(LoopEvaluator):
         return is_requested[0]
 
     def resume(self, worker: "Setup", progress: "Progress") -> bool:
-        """Request or run, at the start of an attempt, the evaluations without a record. Collective.
+        """Collective: request or run, at the start of an attempt, all evaluations that have no record yet.
 
-        With asynchronous evaluation, request the commits without a record. Otherwise withdraw all requests, report
-        them as skipped, and evaluate the step of the checkpoint if its evaluation is due.
+        With asynchronous evaluation, request the evaluation of each commit without a record. Otherwise withdraw all
+        requests, report them as skipped, and evaluate the checkpoint's step if its evaluation is due.
         """
         evaluates_elsewhere = self.is_spare and self.cfg.evaluate_every > 0
         if worker.group.rank == 0:
@@ -97,7 +97,7 @@ class AsyncEvaluator(LoopEvaluator):
         return evaluates_elsewhere or super().resume(worker, progress)
 
     def withdraw(self, worker: "Setup", start: int, requested: list[int], recorded: set[int]) -> None:
-        """Withdraw all requests; record those up to step `start` as skipped, because the run does not repeat them."""
+        """Withdraw all requests; record steps up to `start` as skipped, because the run does not repeat these steps."""
         stage = Path(self.job.directory)
         for step in requested:
             is_evaluated_now = step == start and self.was_due(worker, step)
@@ -107,7 +107,7 @@ class AsyncEvaluator(LoopEvaluator):
 
 
 class AsyncEvaluation(Hook):
-    """Hook that requests asynchronous evaluations of commits, and reports the results."""
+    """Hook that requests asynchronous evaluations of committed steps, and reports the results."""
 
     Config = AsyncConfig
     evaluator = AsyncEvaluator
@@ -119,7 +119,7 @@ class AsyncEvaluation(Hook):
             worker.saver.needed.append(partial(requested_steps, Path(self.job.directory)))
 
     def before_record(self, kind: str, values: dict[str, Any]) -> str:
-        """Report new evaluation records of the driver before the next training record."""
+        """Report the driver's new evaluation records before the next training record."""
         if kind == "train" and self.worker.group.rank == 0:
             async_evaluation.report_records(Path(self.job.directory), self.worker.group.telemetry.report)
         return ""
@@ -135,13 +135,13 @@ class AsyncOutcome(TypedDict):
 
 
 def evaluate_commit(task: Mapping[str, Any]) -> AsyncOutcome:
-    """Evaluate one committed checkpoint on the sets of its stage, in a single process without a process group.
+    """Evaluate one committed checkpoint on its stage's evaluation sets, in one process without a process group.
 
     In:  {"config": …, "job": …, "checkpoint": "/runs/x/20-pretrain/checkpoints/step-0000001200", "folder": "…"}
     Out: {"values": {"accuracy": 0.81, "judged": 50000}, "node": "n7", "seconds": 74.1, "remarks": []}
 
     All weights are verified by digest. Raises CheckpointError if the checkpoint has changed since its commit, and any
-    error of reading a set.
+    error from reading an evaluation set.
     """
     began = time.monotonic()
     cfg, job, _ = read_task(task)

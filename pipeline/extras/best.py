@@ -1,7 +1,7 @@
 """Keep the best checkpoint and stop early (`keep_best`, `patience`), based on the records in metrics.jsonl.
 
-There is no other state: a resumed stage reads the same records, and therefore has the same best
-step and the same last step as an uninterrupted stage.
+There is no other state: a resumed stage reads the same records, and therefore has the same best step and the same last
+step as an uninterrupted stage.
 
 In:  records of evaluations: accuracy 0.91 at step 20, 0.93 at step 40, 0.92 at step 60
 Out: {"accuracy": {"value": 0.93, "step": 40}}; with patience 1 the stage ends at step 60, and keep_best keeps step 40
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def evaluations_since_best(stage: Path, metric: str) -> tuple[int, BestStep] | None:
-    """Return the number of evaluations since the best one, and the best one; None before the first evaluation."""
+    """Return the number of evaluations since the best, and the best step; None before the first evaluation."""
     evaluations = evaluations_of(read_metrics(stage, None))
     best = best_of(evaluations).get(metric)
     if best is None:
@@ -85,7 +85,7 @@ class BestConfig(TrainConfig):
 
     @property
     def exempt_checkpoints(self) -> int:
-        """Return the number of checkpoints kept in addition to `keep`, because the best one may be older."""
+        """Return the number of checkpoints kept in addition to `keep`, because the best checkpoint may be older."""
         return super().exempt_checkpoints + (self.keep_best is not None)
 
 
@@ -104,7 +104,7 @@ class KeepBest(Hook):
         worker.saver.needed.append(partial(steps_of_best, self.stage, self.cfg.keep_best, self.committed_steps))
 
     def is_over(self, progress: "Progress") -> str:
-        """Return the reason if the stage ends here because its patience has run out, or ""."""
+        """Return the reason if the stage ends at this step because its patience has run out, otherwise ""."""
         metric = self.cfg.keep_best
         patience = self.cfg.patience
         since = None
@@ -119,7 +119,7 @@ class KeepBest(Hook):
         )
 
     def choose(self) -> ExportChoice | None:
-        """Return the best step to export, or None without `keep_best`. Raises CheckpointError if there is no record."""
+        """Return the step to export: the best, or None without `keep_best`. Raises CheckpointError without a record."""
         metric = self.cfg.keep_best
         if metric is None:
             return None
@@ -127,7 +127,8 @@ class KeepBest(Hook):
         # The last step has been committed and evaluated, but on a full disk the records may be missing.
         if best is None:
             raise CheckpointError(
-                f"{self.stage / 'metrics.jsonl'} contains no evaluation with the metric of keep_best={metric}\n"
-                "  free some disk space and run the same command again: it resumes with the evaluation"
+                f"{self.stage / 'metrics.jsonl'} contains no evaluation with the metric keep_best={metric}\n"
+                "  a full disk may have lost the records: free some space, then run the same command again to repeat "
+                "the evaluation"
             )
         return {"metric": metric, **best}

@@ -30,11 +30,14 @@ class BranchConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "begin")
-        require(self.begin is None or self.init is not None, "begin is a step of stage init, but init is not set")
+        require(
+            self.begin is None or self.init is not None,
+            "begin is a step of the stage in init, but init is not set",
+        )
 
     @property
     def first_step(self) -> int:
-        """Return the step that the stage starts from: the step of the trunk's checkpoint for a branch."""
+        """Return the step that the stage starts from; for a branch, the step of the trunk's checkpoint."""
         return self.begin or super().first_step
 
 

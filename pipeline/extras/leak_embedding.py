@@ -1,11 +1,11 @@
 """Find training images whose model features are similar to those of test images, by cosine similarity.
 
 1. Compute the features of all test images, normalise them to length 1, and keep them in memory, (T, D).
-2. Stream the training shards; a pair is a match if the inner product of its features is `cosine` or more.
+2. Stream the training shards; a pair of images is a match if the inner product of their features is at least `cosine`.
 3. Write one journal line per shard, so that an interrupted search can resume.
 
-The similarity depends on the weights: for a classifier, all images of a class are similar. Check the matches on the
-HTML page before using them.
+The similarity depends on the weights: to a classifier, all images of a class are similar. Check the matches on the HTML
+page before using them.
 """
 
 from collections.abc import Collection, Iterator
@@ -44,7 +44,7 @@ def find_alike(
     cache: CacheConfig | None = None,
     report: Progress | None = None,
 ) -> Embeddings:
-    """Find the pairs with a cosine similarity of at least `cosine` between their features; interrupted searches resume.
+    """Find the image pairs whose features have a cosine similarity of at least `cosine`; interrupted searches resume.
 
     `report` is called with the number of finished training shards and the total. The journal stays in `folder` until
     leaks.json is written.
@@ -98,7 +98,7 @@ def find_alike(
 def features_of(
     model: nn.Module, index: Index, shard: int, device: torch.device, cache: CacheConfig | None
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield rows and normalised features (b, D), on the CPU, for batches of the decodable images of a shard."""
+    """Yield row numbers and normalised features (b, D), on the CPU, for batches of a shard's decodable images."""
     reader = ShardReader(index, cache=cache)
     height, width = model.config.image_size  # type: ignore[union-attr,misc]
     model.eval()

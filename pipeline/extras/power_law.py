@@ -6,10 +6,10 @@ With parameters and training samples as x, this is the third approach of Hoffman
    problem, so only the exponents need a search. Residuals are relative. Floor and amounts are constrained to be
    non-negative, as in Hoffmann et al.: on digits, a law with a floor of −0.26 predicted accuracies above 100 %.
 2. An interval contains the values that a profile-likelihood test does not reject. The statistic of a value is the
-   increase of the sum of squares if all laws must have this value, relative to the noise. A value is rejected if its
-   statistic exceeds the 90th percentile over studies drawn from the best law with this value: near a bound, such as a
-   floor of 0, that percentile is smaller than the F distribution's.
-3. A forecast is tested in the same way, as a measurement that is added to the points.
+   increase in the sum of squares, relative to the noise, if the law is constrained to this value. A value is rejected
+   if its statistic exceeds the 90th percentile over studies drawn from the best law with this value: near a bound, such
+   as a floor of 0, that percentile is smaller than the percentile of the F distribution.
+3. A forecast is tested in the same way, as a measurement added to the points.
 4. Leave-largest-out: a law fitted to all other points predicts the largest one.
 
 `python -m benchmarks.laws` counts how often the intervals contain the true values (docs/studies.md).
@@ -56,7 +56,7 @@ class Law:
         return ValueTests(self.x / self.scale, self.y, self.at(self.x), self.draws)
 
     def interval_at(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the prediction interval, low and high (n,), for new noisy values at x (n, k)."""
+        """Return the prediction interval, low (n,) and high (n,), for new noisy values at x (n, k)."""
         intervals = []
         for value, place in zip(self.at(x), x / self.scale, strict=True):
             test = self._tests.forecast(place, float(value))
@@ -77,8 +77,8 @@ class Law:
     def parameters(self) -> dict[str, tuple[float, float, float]]:
         """Return (value, low, high) for the floor, the amounts and the exponents, by name.
 
-        An interval from 0 on, or an exponent's interval that reaches a bound, has only one end: the points do not
-        determine the other.
+        An interval that begins at 0, or an exponent's interval that reaches a bound, has only one meaningful end: the
+        points do not determine the other.
         """
         k = self.x.shape[1]
         amounts, exponents = np.split(self.fitted[1:], 2)
@@ -95,7 +95,7 @@ class Law:
 
 
 def law_of(record: Mapping[str, Any]) -> Law:
-    """Restore a law from its `record`."""
+    """Build a law from plain data, as returned by `Law.record`."""
     values = dict(record)
     for name in ("x", "y", "scale", "fitted"):
         values[name] = np.array(values[name])
@@ -103,7 +103,7 @@ def law_of(record: Mapping[str, Any]) -> Law:
 
 
 def values_of(parameters: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return the values (n,) of a law at x (n, k), which has already been divided by the scale."""
+    """Return a law's values (n,) at x (n, k); x must already be divided by the scale."""
     amounts, exponents = np.split(parameters[1:], 2)
     values: np.ndarray = parameters[0] + x**-exponents @ amounts
     return values
@@ -123,7 +123,7 @@ def project(exponents: np.ndarray, x: np.ndarray, y: np.ndarray, weights: np.nda
 
 
 def search(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the parameters of the least-squares law for y (n,)."""
+    """Return the parameters of the law that fits y (n,) at x (n, k) with the least squared error."""
     from scipy.optimize import least_squares  # imported here because checking a recipe does not need it
 
     # Start from the best point of a coarse grid, because the sum of squares may have several minima.
@@ -134,7 +134,7 @@ def search(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def check_points(values: Sequence[Sequence[float]]) -> None:
-    """Check the values of each variable (k lists of n). Raises ValueError if they cannot determine a law."""
+    """Raise ValueError if these values of the variables (k lists of n) cannot determine a law."""
     terms = len(values)
     n = len(values[0])
     if n < 2 + 2 * terms:
@@ -167,7 +167,7 @@ def fit(x: np.ndarray, y: np.ndarray, draws: int = DRAWS) -> Law:
 
 
 def leave_largest_out(x: np.ndarray, y: np.ndarray, draws: int = DRAWS) -> tuple[int, float, float, float]:
-    """Return the index of the largest point, and its value, low and high predicted by the law of all other points."""
+    """Return the largest point's index, and its value and interval predicted by a law fitted to all other points."""
     largest = int(np.log(x).sum(1).argmax())
     law = fit(np.delete(x, largest, 0), np.delete(y, largest), draws)
     at = x[[largest]]
@@ -179,13 +179,13 @@ def leave_largest_out(x: np.ndarray, y: np.ndarray, draws: int = DRAWS) -> tuple
 
 
 class Grid:
-    """The columns of all laws whose exponents lie on a grid, and their products, for fast least squares.
+    """The design-matrix columns of all laws with exponents on a grid, and their products, for fast least squares.
 
     With K = k exponents, every array over the grid has the shape (g1, …, gK).
     """
 
     def __init__(self, x: np.ndarray, weights: np.ndarray, axes: Sequence[np.ndarray]) -> None:
-        """Prepare the points x (n, k) for the exponents exp(axes), relative to `weights` (n,)."""
+        """Prepare the columns for points x (n, k) and exponents exp(axes), divided by `weights` (n,)."""
         self.axes = axes
         self.shape = tuple(map(len, axes))
         self.columns = [1 / weights[None]]  # each (g, n)
@@ -205,11 +205,11 @@ class Grid:
         self._inverses: dict[tuple[int, ...], np.ndarray] = {}
 
     def _place(self, term: int) -> tuple[int, ...]:
-        """Return the shape over the grid of a value that depends only on the exponent of a term."""
+        """Return the shape with which a value that depends only on one term's exponent broadcasts over the grid."""
         return tuple(size if term == axis + 1 else 1 for axis, size in enumerate(self.shape))
 
     def least(self, targets: np.ndarray, fixed: tuple[int, float] | None = None) -> np.ndarray:
-        """Return the least sums of squares (studies, g1, …) of non-negative laws, for targets (studies, n).
+        """Return the least sums of squares (studies, g1, …) over all non-negative laws, for targets (studies, n).
 
         `fixed` is the number and the value of a linear parameter that must not vary. A non-negative least-squares
         solution has some parameters at 0 and the others free: try every subset, and keep the best allowed one.
@@ -254,11 +254,11 @@ class ValueTest:
     critical: Callable[[float], float]  # of a value: the percentile of the statistic if the value is true
 
     def rejects(self, value: float) -> bool:
-        """Return whether the value is outside of the interval."""
+        """Return whether the test rejects a value, which is then outside the interval."""
         return self.statistic(value) > self.critical(value)
 
     def interval(self, estimate: float, least: float, most: float) -> tuple[float, float]:
-        """Return the ends of the interval, between `least` and `most`, around an estimate."""
+        """Return the ends of the interval around an estimate, limited to the range from `least` to `most`."""
         ends = []
         for bound in (least, most):
             end = bound
@@ -281,10 +281,10 @@ class ValueTest:
 
 
 class ValueTests:
-    """The tests of one study's quantities, with fixed random numbers: a study always has the same intervals."""
+    """Tests for all quantities of a study; random numbers are fixed, so a study always has the same intervals."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray, draws: int) -> None:
-        """Test laws of y (n,) at x (n, k), already divided by the scale, with residuals relative to `weights` (n,)."""
+        """Prepare the tests for y (n,) at x (n, k), divided by the scale; residuals are relative to `weights` (n,)."""
         from scipy.stats import f as f_distribution  # imported here because checking a recipe does not need it
 
         n, k = x.shape
@@ -317,7 +317,7 @@ class ValueTests:
         self.variance = max(self.best / self.freedom, 1e-18)
 
     def linear(self, term: int) -> ValueTest:
-        """Return the test of the floor (0) or of the amount of a term."""
+        """Return the test of the floor (`term` 0) or of a term's amount."""
         targets = self.y / self.weights
 
         def statistic(value: float) -> float:
@@ -347,7 +347,7 @@ class ValueTests:
         return ValueTest(statistic, critical)
 
     def forecast(self, place: np.ndarray, predicted: float) -> ValueTest:
-        """Return the test of a new measurement at x (k,), which the law predicts as `predicted`."""
+        """Return the test of a new measurement at `place` (k,), for which the law predicts `predicted`."""
         x = np.vstack([self.x, place])
         weights = np.append(self.weights, predicted)
         fine = Grid(x, weights, self.fine.axes)
@@ -374,9 +374,9 @@ class ValueTests:
         parameter: int | None = None,
         fixed: tuple[int, float] | None = None,
     ) -> float:
-        """Return the percentile of the statistic over studies drawn from the best law of the hypothesis.
+        """Return the percentile of the statistic over studies drawn from the best law that satisfies the hypothesis.
 
-        `parameter` is the number of the tested parameter, None for a forecast.
+        `parameter` is the index of the tested parameter; None for a forecast.
         """
         from scipy.optimize import nnls  # imported here because checking a recipe does not need it
 
@@ -414,6 +414,6 @@ class ValueTests:
 
 
 def residual_squares(columns: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return the residual sums of squares (studies,) of linear fits of the targets (studies, n)."""
+    """Return the residual sums of squares (studies,) of linear fits to the targets (studies, n)."""
     basis, _ = np.linalg.qr(columns)
     return np.square(targets).sum(1) - np.square(targets @ basis).sum(1)

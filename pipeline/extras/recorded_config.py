@@ -1,4 +1,4 @@
-"""Read the config of a trained stage from its task.json or stage.json, including those of earlier versions."""
+"""Read a trained stage's config from task.json or stage.json, including files written by earlier versions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ GONE = ("activation_gb",)  # removed keys, null in almost all old records
 
 
 def recorded_config(record: Mapping[str, Any]) -> TrainConfig:
-    """Build the config from a record's "config" and the hooks in its "hooks", if listed. Raises ConfigError."""
+    """Build the config from a record's "config" and, if present, the hooks in its "hooks". Raises ConfigError."""
     values = {}
     for name, value in record["config"].items():
         if value is not None or name not in GONE:

@@ -4,8 +4,8 @@
 2. The loader makes images of the phase's size, and the loss passes the kept patches to the model.
 3. `kept_patches` draws the kept patches of each image from the seed, the step and the sample's id.
 
-All are pure functions of the step, so a resumed run draws the same patches at any world size. Evaluation always uses
-all patches at the model's image size.
+All of these are pure functions of the step, so a resumed run draws the same patches at any world size. Evaluation
+always uses all patches at the model's image size.
 
 In:  patch_dropout 0.5 up to 0.9 of 1,000 steps, images of 128 px up to 0.7, then the model's 224; B/16
 Out: steps 0 … 699: 128 px, 32 of 64 patches; 700 … 899: 224 px, 98 of 196; 900 … 999: 224 px, all 196
@@ -38,7 +38,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / φ, the step of SplitMix64's
 
 @dataclass(frozen=True)
 class TokenDroppingConfig:
-    """Token dropping and smaller images during training; off by default. Evaluation always uses full images."""
+    """Token dropping and smaller images during training, off by default. Evaluation always uses full images."""
 
     patch_dropout: float = 0.0  # share of an image's patches dropped in training (Li et al. 2023: 0.5); 0: none
     patch_dropout_until: float = 1.0  # share of the steps with token dropping, before training uses all patches
@@ -131,7 +131,7 @@ def phases(cfg: TokenDroppingConfig, steps: int, model: ModelConfig, seed: int =
 
 
 def check_token_dropping(cfg: TokenDroppingConfig, model: ModelConfig, objective: str, key: str) -> None:
-    """Raise ConfigError if the model does not support the settings; `key` is the config path of the section."""
+    """Raise ConfigError if the model does not support these settings; `key` is the section's path in the config."""
     if not cfg.is_on:
         return
     require(

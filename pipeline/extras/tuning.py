@@ -1,11 +1,12 @@
 """Reads the user's ds_config.json, which may tune data movement and nothing else.
 
-1. The file is read as strict JSON; a repeated key is rejected, as DeepSpeed does.
-2. Settings that Patchline derives itself may be present with the same value or as "auto"; a disabled section may too.
+1. The file is read as strict JSON; repeated keys are rejected, as by DeepSpeed.
+2. Settings that Patchline derives itself may be present with the same value or as "auto"; disabled sections may be
+   present too.
 3. Otherwise only the keys in TUNING may be set, at the ZeRO stages that read them, and DeepSpeed's schema checks their
    values.
-4. `communication_data_type` may make bf16 gradients be summed in bf16; the attempt's first log line then says so.
-5. Everything else is rejected, with the recipe key for the same purpose, or with the most similar name.
+4. `communication_data_type` may cause bf16 gradients to be summed in bf16; the attempt's first log line then says so.
+5. Every other key is rejected; the error names the recipe key for the same purpose, or the most similar allowed key.
 
 In:  {"zero_optimization": {"reduce_bucket_size": 5e7}, "gradient_clipping": "auto"} and our settings at ZeRO 2
 Out: our settings with zero_optimization: {"stage": 2, "reduce_bucket_size": 5e7}
@@ -108,7 +109,7 @@ DERIVED = ("train_batch_size",)  # DeepSpeed derives it from our settings; "auto
 
 
 def merge_file(ours: Mapping[str, Any], path: str, zero: int) -> Mapping[str, Any]:
-    """Return our settings combined with the tuning in the user's file.
+    """Return our settings combined with the tuning keys in the user's file.
 
     Raises ConfigError if the file cannot be read, if a key must not be set (at this stage or at all), or if DeepSpeed's
     schema rejects a value.
@@ -124,7 +125,7 @@ def merge_file(ours: Mapping[str, Any], path: str, zero: int) -> Mapping[str, An
         elif key == "communication_data_type" and "bf16" in ours:
             require(
                 value in ("fp32", "bf16"),
-                f"{where}: {key} is {value!r}\n  expected fp32; or bf16, which halves the bytes and rounds every sum",
+                f"{where}: {key} is {value!r}\n  expected fp32, or bf16, which halves the traffic but rounds every sum",
             )
             merged[key] = value
         else:
@@ -146,7 +147,7 @@ def merge_file(ours: Mapping[str, Any], path: str, zero: int) -> Mapping[str, An
 
 
 def read_json(path: str, where: str) -> Mapping[str, Any]:
-    """Read a JSON file that contains a mapping. Raises ConfigError if it is not one, or if a key is repeated."""
+    """Read a JSON file that contains a mapping. Raises ConfigError for other contents, or if a key is repeated."""
 
     def without_doubles(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
         section: dict[str, Any] = {}
@@ -167,7 +168,7 @@ def read_json(path: str, where: str) -> Mapping[str, Any]:
 
 
 def merge_zero(ours: Mapping[str, Any], section: object, zero: int, where: str) -> Mapping[str, Any]:
-    """Return our zero_optimization combined with the user's tuning. Raises ConfigError for any other key."""
+    """Return our zero_optimization section combined with the user's tuning keys. Raises ConfigError for other keys."""
     name = "zero_optimization"
     require(
         isinstance(section, Mapping),
@@ -191,7 +192,7 @@ def merge_zero(ours: Mapping[str, Any], section: object, zero: int, where: str) 
 
 
 def changes_nothing(key: str, value: object, ours: Mapping[str, Any]) -> bool:
-    """Return whether a key changes nothing: it has our value, is "auto" for a value of ours, or is disabled."""
+    """Return whether a key has no effect: it has our value, is "auto" and we set it, or is a disabled section."""
     if key in ours or key in DERIVED:
         # In Python, True == 1; in a JSON file, a boolean in place of a number is a mistake.
         is_same = key in ours and value == ours[key] and isinstance(value, bool) == isinstance(ours[key], bool)

@@ -1,1 +1,1 @@
-"""Logs and metrics of a run, the accounting of its time, and the watchdog."""
+"""Logs and metrics of a run, accounting of the run's time, and the watchdog."""

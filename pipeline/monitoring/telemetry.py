@@ -1,22 +1,22 @@
 """Writes and reads the outputs of training: log.txt, metrics.jsonl and TensorBoard, all with the same names.
 
 1. The loop adds each step's loss, gradient norm and waits to a `Window`.
-2. At each report rank 0 writes the window's values as a record and as a log line. A save writes only the record, so
-   that the metrics of every committed step are in metrics.jsonl. Each step is in exactly one record of its attempt:
+2. At each report, rank 0 writes the window's values as a record and as a log line. A save writes only a record, so
+   that the metrics of every committed step are in metrics.jsonl. Each step is in exactly one of its attempt's records:
 
        {"kind": "train", "time": 1764071.3, "attempt": 1, "step": 50, "loss": 2.841, …, "crc": "9a3c01fe"}
        step 50/700000  loss 2.841  lr 4.0e-6  grad 0.42  img/s 41.2k  wait 1%  eta 3d04h
 
 3. The driver follows log.txt and prints it; `read_metrics` and `last_metrics` read the records. Reading 14,000 records
    of 50 steps each (38 MB) takes 0.6 s.
-   Each record ends with the CRC-32 of the line before it: `read_metrics` refuses a damaged line. Records of versions
-   without this field are read unverified.
+   Each record ends with the CRC-32 of the rest of its line, and `read_metrics` rejects a damaged line. Records written
+   by versions without this field are read without verification.
 4. `account` computes from the records how the wall time of all attempts was spent:
 
        account(read_metrics(folder, None)).line()
        →  "training steps: 91.2% of 4h10m; overhead: start-up 3.1%, data loading 2.4%, …"
 
-JSON has neither NaN nor infinity: a non-finite loss or norm is null in metrics.jsonl, and the readers here return NaN.
+JSON has no NaN or infinity: a non-finite loss or norm is null in metrics.jsonl, and the readers here return NaN.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ NOT_SCORES = ("time", "seconds")  # numbers in an evaluation's record other than
 
 
 def log_line(report: Record) -> str:
-    """Return a report as one log line of at most 89 characters, with its fields always in the same order.
+    """Format a report as a log line of at most 89 characters, with the fields always in the same order.
 
     The terminal adds the stage's name. Other values, such as memory and mfu, are only in metrics.jsonl.
     """
@@ -80,7 +80,7 @@ def log_line(report: Record) -> str:
 
 
 def memory_gb() -> float:
-    """Return the peak memory of this worker in GiB: GPU memory if it uses a GPU, otherwise resident memory."""
+    """Return this worker's peak memory in GiB: GPU memory if it uses a GPU, otherwise resident memory."""
     import torch
 
     # Use the peak, which determines whether a run fits in memory.
@@ -95,7 +95,7 @@ def memory_gb() -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the peak bf16 FLOP/s of a GPU; None on the CPU or if the GPU is not in the table."""
+    """Return the peak bf16 FLOP/s of a GPU; None on the CPU, or if the GPU is unknown."""
     import torch
 
     if device.type != "cuda":
@@ -129,7 +129,7 @@ class WindowValues(TypedDict):
 
 
 class Window:
-    """The losses, gradient norms and waits of consecutive steps, for example those since the last record."""
+    """The losses, gradient norms and waits of consecutive steps, for example of all steps since the last record."""
 
     def __init__(self) -> None:
         self.clear()
@@ -145,7 +145,7 @@ class Window:
         self.evaluated_s = 0.0
 
     def extend(self, later: Window) -> None:
-        """Append the steps of the window that follows this one."""
+        """Append the steps of `later`, the window that follows this window."""
         self.since = min(self.since, later.since)
         self.losses += later.losses
         self.norms += later.norms
@@ -155,7 +155,7 @@ class Window:
         self.evaluated_s += later.evaluated_s
 
     def values(self, samples: int, flops: float, peak: float | None, steps_left: int) -> WindowValues:
-        """Return the window's values; `samples` is the count of all workers, `flops` that of one worker."""
+        """Return the window's values; `samples` is the count on all workers, `flops` the count on one worker."""
         elapsed = time.monotonic() - self.since
         # Exclude evaluations from the speed; otherwise each of them would look like a drop in images/s.
         busy = max(elapsed - self.evaluated_s, 1e-9)
@@ -242,14 +242,15 @@ class Telemetry:
         return is_written
 
     def sync(self) -> None:
-        """Flush metrics.jsonl to disk before something relies on its records."""
+        """Flush metrics.jsonl to disk, for callers that rely on its records."""
         with suppress(OSError):  # the file may be missing because the disk was full, as in `_append`
             sync(self.directory / "metrics.jsonl")
 
     def _append(self, name: str, text: str) -> bool:
-        """Append text to a file of the stage; a full disk loses lines but never stops the run.
+        """Append text to one of the stage's files; on a full disk, lines are lost but the run continues.
 
-        The next successful write is preceded by the number of lost lines. Returns False if the disk rejected the text.
+        Before the next successful write, the number of lost lines is written. Returns False if the disk rejected the
+        text.
         """
         lost = self.lost_lines.get(name, 0)
         if lost:
@@ -269,7 +270,7 @@ class Telemetry:
 
 
 def without_nan(value: object) -> object:
-    """Return a value or record with None in place of every non-finite number."""
+    """Return a copy of a value or record in which every non-finite number is replaced with None."""
     if isinstance(value, Mapping):
         return {name: without_nan(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -280,7 +281,7 @@ def without_nan(value: object) -> object:
 
 
 def sealed(record: str) -> str:
-    """Append the CRC-32 of a record, a JSON object, as its last field."""
+    """Return a record (a JSON object) with its CRC-32 appended as the last field."""
     content = record.removesuffix("}")
     return f'{content}, "crc": "{zlib.crc32(content.encode()):08x}"}}'
 
@@ -294,7 +295,7 @@ def ends_within_line(path: Path) -> bool:
 
 
 def append_whole(path: Path, content: bytes) -> bool:
-    """Append with a single O_APPEND write, so that lines of several workers never mix; return False if it fails."""
+    """Append with a single O_APPEND write, so that lines from several workers never mix; return False on failure."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
@@ -310,7 +311,7 @@ def append_whole(path: Path, content: bytes) -> bool:
 
 
 def with_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """Put NaN in place of null for losses and norms in a record or a part of it."""
+    """Replace null with NaN for losses and norms in a record, or in a part of a record."""
     for name in ("loss", "grad_norm"):
         if name in values and values[name] is None:
             values[name] = math.nan
@@ -322,7 +323,7 @@ def with_nan(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class MetricsRecord(dict[str, Any]):
-    """A line of metrics.jsonl; reading a missing value raises DataError with the name of the file."""
+    """A record from metrics.jsonl; reading a missing value raises DataError, which names the file."""
 
     def __init__(self, values: Mapping[str, Any], path: Path) -> None:
         super().__init__(values)
@@ -333,7 +334,7 @@ class MetricsRecord(dict[str, Any]):
 
 
 def altered(record: Record, problem: str) -> DataError:
-    """Build the error for a record that the run cannot have written."""
+    """Build the error for a record that cannot have been written by the run."""
     path = getattr(record, "path", "metrics.jsonl")
     return DataError(
         f"{path} has changed: {problem}: {str(dict(record))[:80]}\n"
@@ -346,9 +347,9 @@ def read_metrics(directory: Path, kind: str | None = "train", damage: list[str] 
     """Return the records of one kind, or of all kinds if None, in the order written.
 
     An incomplete line, left by a killed writer or a full disk, is skipped. Raises DataError, with the line numbers, if
-    lines are damaged; with `damage` these lines are skipped instead, and a message is appended to `damage`. Only code
-    that displays records may skip them: a missing evaluation could change the best step. Raises DataError if a record
-    has no kind.
+    lines are damaged; if a list is passed as `damage`, these lines are skipped and a message is appended to the list.
+    Only code that displays records may skip them: a missing evaluation could change the best step. Raises DataError if
+    a record has no kind.
     """
     path = directory / "metrics.jsonl"
     if not path.exists():
@@ -375,16 +376,17 @@ def read_metrics(directory: Path, kind: str | None = "train", damage: list[str] 
 
 
 def lines_of(file: Iterable[bytes]) -> Iterator[bytes]:
-    """Iterate the lines of an open file with their line breaks, and split them like `bytes.splitlines`."""
+    """Iterate over the lines of an open file with their line breaks, splitting them like `bytes.splitlines`."""
     for line in file:
         yield from line.splitlines(keepends=True)
 
 
 def damaged_lines(lines: Iterable[bytes]) -> dict[int, str]:
-    """Return {line number from 1: problem} of the damaged lines of metrics.jsonl.
+    """Return {line number from 1: problem} for the damaged lines of metrics.jsonl.
 
-    Incomplete lines do not count: the last one, if its line break is missing, and one before a note in parentheses,
-    which the next writer adds. Lines before the first digest may be from a version that wrote none.
+    Incomplete lines do not count as damaged: the last line, if its line break is missing, and a line followed by the
+    note in parentheses that the next writer adds. Lines before the first digest may be from a version that did not
+    write digests.
     """
     is_sealed = False  # a line above had a digest
     problems: dict[int, str] = {}
@@ -423,7 +425,7 @@ def damaged_lines(lines: Iterable[bytes]) -> dict[int, str]:
 
 
 def damage_message(path: Path, problems: Mapping[int, str]) -> str:
-    """Format the message about damaged lines of metrics.jsonl: their numbers, the problems, and the remedy."""
+    """Format the message about damaged lines in metrics.jsonl: line numbers, problems and remedy."""
     numbers = list(problems)
     shown = [f"line {number}: {problems[number]}" for number in numbers[:3]]
     if len(numbers) > 3:
@@ -432,12 +434,12 @@ def damage_message(path: Path, problems: Mapping[int, str]) -> str:
     return (
         f"{path} is damaged: {'; '.join(shown)}\n"
         "  expected each record with the digest that the run wrote; the storage has changed the file\n"
-        f"  restore the file from a copy; to compute results without these records, type: sed -i '{delete}' {path}"
+        f"  restore the file from a copy; to compute results without these records, run: sed -i '{delete}' {path}"
     )
 
 
 def has_altered_seal(line: bytes) -> bool:
-    """Return whether a line ends almost like a record with a digest: at least 9 of the 12 fixed bytes are right."""
+    """Return whether the end of a line nearly matches that of a record with a digest: 9 of 12 fixed bytes match."""
     template = b', "crc": "\0\0\0\0\0\0\0\0"}'  # zeros for the digits
     end = line[-SEAL_BYTES:]
     if len(end) < SEAL_BYTES:
@@ -446,7 +448,7 @@ def has_altered_seal(line: bytes) -> bool:
 
 
 def is_note(line: bytes) -> bool:
-    """Return whether a line is a writer's note about lost or incomplete lines instead of a record."""
+    """Return whether a line is a writer's note about lost or incomplete lines, and not a record."""
     return line.startswith(b"(") and line.endswith(b")")
 
 
@@ -459,7 +461,7 @@ def is_json_object(line: bytes) -> bool:
 
 
 def steps_in(report: Record) -> range:
-    """Return the steps, counted from 1, whose losses a training record holds."""
+    """Return the steps, counted from 1, whose losses a training record contains."""
     return range(report["step"] - len(report["losses"]) + 1, report["step"] + 1)
 
 
@@ -478,12 +480,12 @@ def last_metrics(directory: Path) -> Record | None:
 
 
 def without_single_seeds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics without few-shot results of single seeds: keep the mean "5shot", remove "5shot-seed-0"."""
+    """Return metrics without the few-shot results of single seeds: keep the mean "5shot", drop "5shot-seed-0"."""
     return {name: value for name, value in metrics.items() if not OF_ONE_SEED.search(name)}
 
 
 def scores_of(record: Record) -> dict[str, float]:
-    """Return the metrics of an evaluation's record; few-shot metrics are means over the seeds."""
+    """Return the metrics in an evaluation record; few-shot metrics are means over the seeds."""
     scores = {}
     for name, value in record.items():
         if isinstance(value, float) and name not in NOT_SCORES:
@@ -492,7 +494,7 @@ def scores_of(record: Record) -> dict[str, float]:
 
 
 def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:
-    """Iterate the records in lines of metrics.jsonl without their digests; skip incomplete and damaged lines."""
+    """Iterate over the records in lines of metrics.jsonl, without digests; skip incomplete and damaged lines."""
     for line_with_break in lines:
         line = line_with_break.rstrip(b"\r\n")
         seal = SEAL.fullmatch(line[-SEAL_BYTES:])
@@ -516,7 +518,7 @@ def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:
 class Account:
     """How the time of a stage was spent, in seconds, from the first attempt's claim to the last record.
 
-    `ratio` is the share of `compute` in the time during which a command ran the stage.
+    `ratio` is `compute` as a share of the time during which a command ran the stage.
     """
 
     start: float = 0.0  # from the claim of the first attempt to its first step
@@ -535,7 +537,7 @@ class Account:
 
     @property
     def ratio(self) -> float:
-        """Return the effective training time ratio: the share of compute; 0 if no time has passed."""
+        """Return the effective training time ratio (training steps / wall time); 0 if no time has passed."""
         return self.compute / self.wall if self.wall else 0.0
 
     def line(self) -> str:
@@ -565,10 +567,10 @@ OVERHEADS = {
 
 
 def account(records: Sequence[Record]) -> Account:
-    """Compute how the time of all attempts was spent; `records` are of all kinds, in the order written.
+    """Compute how the time of all attempts was spent; `records` contains all kinds, in the order written.
 
     A record's `time` is the end of the described event; `claimed` in an attempt's "start" record is when the driver
-    claimed the attempt. Raises DataError if a record lacks a value or has one of the wrong type.
+    claimed the attempt. Raises DataError if a record lacks a value or has a value of the wrong type.
     """
     starts: list[Record] = []
     by_attempt: dict[int, list[Record]] = {}

@@ -1,21 +1,24 @@
-"""Detects a worker that holds up the others: workers report the phases they enter, and the driver watches them.
+"""Detects a worker that blocks or slows down the others: workers report their phases, and the driver watches them.
 
-1. A worker calls `Phases.enter`; `rank-00003.phase`, among its other files of the attempt, then holds the line
+1. A worker calls `Phases.enter`; its file `rank-00003.phase` in the attempt's folder then contains the line
 
        {"entered": 4711, "phase": "data", "step": 1200, "shard": "train-000017.tar", "own_s": 301.2, "turns": 1200}
 
-   overwritten in place by a single write (2 µs). The file is in a folder local to the node (`node_folder`), so that a
-   shared folder that hangs does not hide the worker's phase.
-2. The agent of each node reads the file (`read_phase`) and reports it to the driver, which calls `Watch.find_stall`
-   once a second. The driver compares phases with earlier reports by its own clock; the nodes' clocks do not matter.
-3. If no worker has entered a phase for `stall_s`, it returns the rank that holds up the others, and why. All workers
-   enter the same phases in the same order, so the worker with the fewest phases is the late one.
-4. `Watch.slow` names a worker that still moves but made the others wait in most of the recent checks, or that takes
-   several times as long as the others for its own work: reading a micro-batch and its forward pass. Later phases
-   contain collectives, which take all workers equally long; at ZeRO 3, the forward pass does too, and shows nothing.
+   which is overwritten in place by a single write (2 µs). The file is in a folder local to the node (`node_folder`), so
+   that a shared folder that hangs does not hide the worker's phase.
+2. The agent of each node reads the file (`read_phase`) and reports the phase to the driver, which calls
+   `Watch.find_stall` once a second. The driver compares phases with earlier reports by its own clock; the nodes' clocks
+   do not matter.
+3. If no worker has entered a phase for `stall_s`, `find_stall` returns the rank that blocks the others, and the reason.
+   All workers enter the same phases in the same order, so the worker that has entered the fewest phases is behind.
+4. `Watch.slow` names a worker that still makes progress but made the others wait in most of the recent checks, or that
+   takes several times as long as the others for its own work: reading a micro-batch and its forward pass. Later phases
+   contain collectives, which take equally long on all workers; at ZeRO 3 the forward pass does too, so its duration
+   does not identify a slow worker.
 
-Every phase is watched: from the start (join, build, restore) through the steps to evaluate, finish and end. On a GPU a
-phase is entered when its kernels are queued; a hanging device shows in the next phase that waits for it, `reduce`.
+Every phase is watched: from the start (join, build, restore) through the steps to evaluate, finish and end. On a GPU, a
+phase is entered when its kernels are queued; a hanging device becomes visible in the next phase that waits for it,
+`reduce`.
 """
 
 import faulthandler
@@ -50,7 +53,7 @@ PHASE_FILE = "rank-{:05d}.phase"  # name of a phase file in the node's folder
 
 
 def node_folder(attempt_folder: Path) -> Path:
-    """Return this node's local folder of an attempt; without an agent, the attempt's own folder."""
+    """Return this node's local folder for an attempt; if the node has no agent, the attempt's own folder."""
     return Path(os.environ.get(NODE_FOLDER, attempt_folder))
 
 
@@ -71,7 +74,7 @@ class Phases:
         self.log = open(folder / f"rank-{rank:05d}.log", "a")  # noqa: SIM115 (faulthandler writes until close)
 
     def enter(self, phase: str, step: int, shard: str = "") -> None:
-        """Record that this worker enters `phase`; if the phase lasts too long, its stacks are dumped into the log.
+        """Record that this worker enters `phase`; if the phase lasts too long, stack traces are dumped into the log.
 
         `step` is the number of completed steps.
         """
@@ -94,9 +97,10 @@ class Phases:
 
     @contextmanager
     def rank_0_phase(self, phase: str, step: int, is_rank_0: bool) -> Iterator[None]:
-        """Context manager that enters `phase` on rank 0 and "wait" on the others; at its end rank 0 enters "wait" too.
+        """Context manager for a `phase` during which rank 0 works and the other ranks "wait".
 
-        All workers enter both phases, so that their counts remain comparable.
+        At its end, rank 0 enters "wait" too. All workers thus enter both phases, so that their phase counts remain
+        comparable.
         """
         self.enter(phase, step)
         # The waiting workers have then entered one phase more than rank 0, so rank 0 counts as the late one.
@@ -107,7 +111,7 @@ class Phases:
             self.enter("wait", step)
 
     def close(self) -> None:
-        """Cancel the timer that dumps the stacks, and close both files."""
+        """Cancel the timer that dumps stack traces, and close both files."""
         faulthandler.cancel_dump_traceback_later()
         os.close(self.handle)
         self.log.close()
@@ -118,7 +122,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """A worker's current phase, and how many phases it has entered: the worker with the fewest is behind."""
+    """A worker's current phase, and how many phases it has entered; the worker with the fewest phases is behind."""
 
     entered: int  # number of phases entered so far
     phase: str
@@ -139,7 +143,7 @@ class PhaseReport:
 
 
 def read_phase(folder: Path, rank: int) -> PhaseReport | None:
-    """Return the phase that a worker of this node last reported; None if it has reported none."""
+    """Return the last phase reported by a worker on this node; None if it has not reported a phase."""
     try:
         fields = json.loads((folder / PHASE_FILE.format(rank)).read_bytes())
     except (OSError, ValueError):
@@ -157,16 +161,16 @@ class Stall:
 
 @dataclass(frozen=True)
 class Slow:
-    """A worker that holds up the others without standing still, and how that shows."""
+    """A worker that slows down the others although it makes progress, and the evidence."""
 
     rank: int
     cause: str
 
 
 class Watch:
-    """Watches the workers of one attempt, whose phases the nodes' agents report.
+    """Watches the workers of one attempt through the phases that the nodes' agents report.
 
-    `start_s`, if longer than `stall_s`, is the time that workers may take to be placed and to import their packages.
+    `start_s`, if longer than `stall_s`, is the time allowed for workers to be placed and to import their packages.
     `clock` returns seconds.
     """
 
@@ -185,7 +189,7 @@ class Watch:
         self.compared = 0.0  # time of that comparison
 
     def find_stall(self, reported: Mapping[int, PhaseReport], frozen: Callable[[int], bool]) -> Stall | None:
-        """Return the worker that has blocked the others for longer than the time-out; None while any makes progress.
+        """Return the worker that has blocked the others for longer than the time-out; None if any makes progress.
 
         `reported` are the workers' phases by rank, from about the same moment. `frozen` returns whether the process of
         a rank is stopped by a signal.
@@ -248,7 +252,7 @@ class Watch:
         return Stall(rank, cause)
 
     def slow(self) -> Slow | None:
-        """Return the worker that has held up the others, with its factor; None if there is none.
+        """Return the worker that has slowed down the others, with its factor; None if there is none.
 
         Returns a result once every `SLOW_CHECKS` checks, and None in between.
         """
@@ -269,7 +273,7 @@ class Watch:
         return own
 
     def slow_in_own_work(self) -> Slow | None:
-        """Compare the workers' own work since the last comparison; return the slowest if it is much slower."""
+        """Compare the times of the workers' own work since the last comparison; return a worker that is much slower."""
         now = self.clock()
         seconds: dict[int, float] = {}  # of a micro-batch
         turns = 0

@@ -1,4 +1,4 @@
-"""Archives as the owners of data sets hand them out, small: their folders, file names, lists and leftovers are true."""
+"""Miniature archives of public data sets, with the folders, file names, lists and stray files of the originals."""
 
 import gzip
 import io
@@ -21,12 +21,12 @@ from jobs.__main__ import main
 
 
 def picture(value: int, kind: str = ".jpg") -> bytes:
-    """An image of one grey."""
+    """Return an image of a single grey value."""
     return cv2.imencode(kind, np.full((8, 8, 3), value % 256, np.uint8))[1].tobytes()
 
 
 def tar_bytes(files: dict[str, bytes]) -> bytes:
-    """A plain tar of these files, with a header for every folder, as tar writes them."""
+    """Return an uncompressed tar of these files, with a header for every folder, as `tar` writes it."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         folders: set[str] = set()
@@ -59,12 +59,12 @@ def write_folder(path: Path, files: dict[str, bytes]) -> Path:
 
 
 def make_subset(parent: Index, folder: Path, rule: Rule, *, name: str | None = None, **options: Any) -> Index:
-    """Make one subset, which is called as its folder is."""
+    """Make one subset, named like its folder."""
     return make_subsets(parent, [Part(folder, rule, name or folder.name)], **options)[0]
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, bytes]]:
-    """Image and label of every sample of a packed set, by its key."""
+    """Return the image and label of every sample of a packed set by key."""
     index = load_index(folder)
     reader = ShardReader(index)
     samples = {}
@@ -76,7 +76,7 @@ def contents(folder: Path) -> dict[str, tuple[bytes, bytes]]:
 
 
 def packed(tmp_path: Path, source: str, path: Path, *options: str) -> dict[str, tuple[bytes, bytes]]:
-    """What `jobs pack` makes of a miniature, which is a part on purpose; the n-th set lies in `set{n}`."""
+    """Pack a miniature, accepted although incomplete, with `jobs pack`; the n-th set is in `set{n}`."""
     output = tmp_path / f"set{len(list(tmp_path.glob('set*')))}"
     partial = ["--partial"] if known_archive(source) else []
     assert main(["pack", source, str(path), str(output), *partial, *options]) == 0
@@ -84,7 +84,7 @@ def packed(tmp_path: Path, source: str, path: Path, *options: str) -> dict[str, 
 
 
 def gif(value: int) -> bytes:
-    """A GIF of one grey, as a few of the Pets are behind their names."""
+    """Return a GIF of a single grey value; a few images of Oxford-IIIT Pets are GIFs despite their names."""
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), (value, value, value)).save(buffer, "GIF")
     return buffer.getvalue()
@@ -96,7 +96,7 @@ BREEDS = ("Abyssinian", "american_bulldog", "Egyptian_Mau")  # numbered so, in n
 
 
 def pets(folder: Path, per_breed: int = 4) -> Path:
-    """images.tar.gz and annotations.tar.gz of Oxford-IIIT Pets: of each breed the odd numbers train, the even test."""
+    """Write the two archives of Oxford-IIIT Pets: odd numbers of each breed are for training, even ones for testing."""
     images: dict[str, bytes] = {"images/Abyssinian_100.mat": b"MATLAB 5.0", "images/._Abyssinian_1.jpg": b"\0\5"}
     lists: dict[str, str] = {"list.txt": "#Image CLASS-ID SPECIES BREED ID\n", "trainval.txt": "", "test.txt": ""}
     for label, breed in enumerate(BREEDS):
@@ -120,7 +120,7 @@ FLOWER_SPLITS = {"trnid": (5, 3), "valid": (1,), "tstid": (2, 4, 6, 7)}
 
 
 def flowers(folder: Path) -> Path:
-    """102flowers.tgz, imagelabels.mat and setid.mat of Oxford Flowers-102, with seven images."""
+    """Write 102flowers.tgz, imagelabels.mat and setid.mat of Oxford Flowers-102, with seven images."""
     write_tar_gz(folder / "102flowers.tgz", {f"jpg/image_{n:05d}.jpg": picture(n) for n in range(1, 8)})
     savemat(folder / "imagelabels.mat", {"labels": np.array([FLOWER_LABELS], np.uint8)})
     savemat(folder / "setid.mat", {name: np.array([ids], np.uint16) for name, ids in FLOWER_SPLITS.items()})
@@ -135,7 +135,7 @@ TRUTH = ("n01443537", "n01440764", "n02096294", "n01443537")  # of ILSVRC2012_va
 
 
 def class_tars(per_class: int = 3) -> dict[str, bytes]:
-    """The tars that ILSVRC2012_img_train.tar holds, one a class, in no order."""
+    """Return the tars inside ILSVRC2012_img_train.tar, one per class, unordered."""
     tars = {}
     for label in (2, 0, 1):
         images = {f"{WNIDS[label]}_{n}.JPEG": picture(50 * label + n) for n in range(per_class)}
@@ -144,13 +144,13 @@ def class_tars(per_class: int = 3) -> dict[str, bytes]:
 
 
 def validation_images() -> dict[str, bytes]:
-    """What ILSVRC2012_img_val.tar holds, in no order."""
+    """Return the files inside ILSVRC2012_img_val.tar, unordered."""
     names = [f"ILSVRC2012_val_{number:08d}.JPEG" for number in (3, 1, 4, 2)]
     return {name: picture(int(name[15:23])) for name in names}
 
 
 def devkit(path: Path) -> Path:
-    """ILSVRC2012_devkit_t12.tar.gz: meta.mat with classes and the synsets above them, and the ground truth."""
+    """Write ILSVRC2012_devkit_t12.tar.gz: meta.mat with classes and their parent synsets, and the ground truth."""
     fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("gloss", "O"), ("num_children", "O")]
     rows = [(number, wnid, f"words of {wnid}", "gloss", 0) for wnid, number in DEVKIT_IDS.items()]
     rows.append((4, "n00001740", "entity", "gloss", 3))
@@ -181,7 +181,7 @@ class CifarImages(NamedTuple):
 
 
 def cifar_images(batches: tuple[str, ...], classes: int, per_batch: int = 3) -> CifarImages:
-    """Random images, a few a batch."""
+    """Return random images, a few per batch."""
     draws = np.random.default_rng(0)
     pixels = {name: draws.integers(0, 256, (per_batch, 3072), dtype=np.uint8) for name in batches}
     labels = {name: draws.integers(0, classes, per_batch).tolist() for name in batches}
@@ -190,7 +190,7 @@ def cifar_images(batches: tuple[str, ...], classes: int, per_batch: int = 3) -> 
 
 
 class Cifar(NamedTuple):
-    """What the binary version of a CIFAR holds."""
+    """The file names and sizes of the binary version of a CIFAR data set."""
 
     batches: tuple[str, ...]  # in the order of the archive
     names: tuple[str, ...]
@@ -208,7 +208,7 @@ CIFAR = {
 
 
 def cifar(folder: Path, name: str, images: CifarImages) -> Path:
-    """The binary version of an archive; a record of CIFAR-100 begins with the coarse label."""
+    """Write the binary version of a CIFAR archive; records of CIFAR-100 begin with the coarse label."""
     files = {CIFAR[name].names_file: "\n".join([*CIFAR[name].names, "", ""]).encode()}
     for batch in CIFAR[name].batches:
         columns = [np.array(images.labels[batch], np.uint8), images.pixels[batch]]
@@ -222,14 +222,14 @@ def cifar(folder: Path, name: str, images: CifarImages) -> Path:
 
 
 def bordered(value: int, is_red: bool = True) -> bytes:
-    """An RGBA PNG of one grey in a border of two pixels, as ObjectNet's images are."""
+    """Return a grey RGBA PNG with a border of two pixels, like ObjectNet's images."""
     pixels = np.full((12, 16, 4), (0, 0, 255 if is_red else 254, 255), np.uint8)  # BGRA
     pixels[2:-2, 2:-2, :3] = value
     return cv2.imencode(".png", pixels)[1].tobytes()
 
 
 def objectnet(folder: Path) -> Path:
-    """objectnet-1.0 with three objects, of which ImageNet has two; ImageNet here has five classes."""
+    """Write objectnet-1.0 with three objects, two of them in ImageNet; this ImageNet has five classes."""
     images = {
         "images/alarm_clock/aa.png": bordered(10),
         "images/alarm_clock/bb.v2.png": bordered(20),

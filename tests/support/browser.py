@@ -1,4 +1,4 @@
-"""Headless Chromium, spoken to over a pipe: what a page shows, what it complains of, and what it asks for.
+"""Control headless Chromium over a pipe: read a page's content, console errors and requests.
 
 with Browser(tmp_path) as browser:
     browser.open(file, width=400, dark=True)
@@ -55,7 +55,7 @@ class Browser:
         os.close(self.commands), os.close(self.answers)
 
     def open(self, file: Path, *, width: int = 1000, dark: bool = False) -> None:
-        """Show a file, and return when it is drawn."""
+        """Open a file, and return when it is rendered."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.ask("Emulation.setEmulatedMedia", features=scheme)
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
@@ -71,7 +71,7 @@ class Browser:
         return answer["result"].get("value")
 
     def screenshot(self, path: Path, height: int | None = None) -> None:
-        """Write the whole page, or its upper part, as a picture."""
+        """Save a screenshot of the whole page or its upper part."""
         size = self.ask("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
         shot = self.ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
@@ -96,7 +96,7 @@ class Browser:
             pass
 
     def read(self) -> dict[str, Any]:
-        """Return the next message, and note what the page complains of and asks for."""
+        """Return the next message; record the page's errors and requests."""
         while b"\0" not in self.rest:
             added = os.read(self.answers, 1 << 16)
             assert added, "Chromium has ended"

@@ -1,12 +1,11 @@
-"""The work of `make cluster-demo`: the README's "Submit to a cluster" on three hosts of this machine, line by line.
+"""Run `make cluster-demo`: the commands of the README's "Submit to a cluster", on three simulated hosts.
 
-1. Three hosts are made (tests/support/hosts.py); the lines that start Ray are typed on the machines that the README
-   says.
-2. The digits campaign is submitted, listed and followed from the head, in the README's words.
-3. After its first commit one of the two hosts that train is killed, with every process on it: the run goes on.
-4. It is stopped, which commits, and submitted again: the same command goes on from there to the campaign's end.
+1. Create three hosts (tests/support/hosts.py) and start Ray on each with the README's commands.
+2. Submit, list and follow the digits campaign from the head, with the README's commands.
+3. After the first commit, kill one of the two training hosts with all its processes: the run continues.
+4. Stop the run, which commits, and submit it again: the same command resumes and finishes the campaign.
 
-Whatever happens, no host and no process is left; the run stays, to be looked at.
+The demo always removes its hosts and processes. The run's folder stays for inspection.
 """
 
 import subprocess
@@ -28,7 +27,7 @@ POLL_S = 0.2
 
 
 class Terminal:
-    """Types the README's lines on the head and shows what they print, as its user would see it."""
+    """Runs the README's commands on the head and shows their output as a user would see it."""
 
     def __init__(self, head: Host, shared: Path) -> None:
         self.head = head
@@ -36,22 +35,22 @@ class Terminal:
         print(f"{head.name}$ {readme_line('export RAY_ADDRESS')}", flush=True)
 
     def command(self, word: str) -> str:
-        """Show the README's line that contains the word, and return it as a shell takes it."""
+        """Show the README's command that contains the word, and return it as a shell command."""
         line = readme_line(word)
         print(f"{self.head.name}$ {line.replace('/shared', str(self.shared))}", flush=True)
         return in_session(line).replace("/shared", str(self.shared))
 
     def type(self, word: str) -> None:
-        """Run the README's line that contains the word, to its end, and show what it printed."""
+        """Run the README's command that contains the word, and show its output."""
         print(self.head.run(self.command(word), timeout_s=STEP_TIMEOUT_S), end="", flush=True)
 
     def follow(self) -> subprocess.Popen[bytes]:
-        """Start the README's line that follows the run's log, which is shown while it comes."""
+        """Start the README's command that follows the run's log, and show the log as it arrives."""
         return self.head.start(self.command(" logs "), sys.stdout)
 
 
 def main() -> int:
-    """Run the demo; the exit code says whether the campaign went on and came to its end."""
+    """Run the demo; return exit code 0 if the campaign resumed and finished."""
     reason = hosts.missing()
     if reason:
         print(f"cluster-demo: {reason}\n  `make demo` shows a killed worker without hosts", file=sys.stderr)
@@ -67,14 +66,14 @@ def main() -> int:
 
 
 def show_campaign(cluster: RayHosts, shared: Path) -> bool:
-    """Submit, kill a host, stop, submit again; return whether the killed host was missed and the campaign ended."""
+    """Submit, kill a host, stop, submit again; return whether the loss was noticed and the campaign finished."""
     terminal = Terminal(cluster.head, shared)
     run = shared / "runs" / "digits"
     terminal.type(" submit ")
     terminal.type(" list")
     follower = terminal.follow()
 
-    # The first host that trains and is not the head, where the driver runs.
+    # Kill the first training host other than the head: the driver runs on the head.
     wait_for_commits(run, 1)
     nodes = newest_nodes(run)
     victim = next(node for node in nodes.values() if node != cluster.head.name)
@@ -97,7 +96,7 @@ def show_campaign(cluster: RayHosts, shared: Path) -> bool:
 
 
 def wait_for_commits(run: Path, count: int) -> None:
-    """Return when pretraining has committed so many checkpoints. Raises TimeoutError."""
+    """Wait until pretraining has committed this many checkpoints. Raises TimeoutError."""
     deadline = time.monotonic() + STEP_TIMEOUT_S
     steps: set[str] = set()
     while len(steps) < count:

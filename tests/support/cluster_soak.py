@@ -1,20 +1,20 @@
-"""One long campaign on three hosts of this machine, with a random fault a minute, and nobody who types anything.
+"""Run one long campaign unattended on three simulated hosts, with a random fault every minute.
 
     .venv/bin/python -m tests.support.cluster_soak --minutes 60 --seed 7
 
-1. Three hosts of one processor each, which keep a Ray cluster and a campaign of two workers alive by themselves, with
-   the units of deploy/systemd (`SupervisedHosts` in tests/support/ray_hosts.py): the first is the head, and has the
-   driver.
-2. Every minute one of `FAULTS`, drawn from the seed: a host killed in a step or in a save, drained, cut off, behind a
-   link that swallows everything or is slow, or the head lost with all nodes. A host that lost its power has it again
-   after a while, and a link is mended; nothing else is done to any host, and no command is typed.
-3. When the time is over, SIGTERM to the driver's unit: the run commits its step and ends with 75.
-4. The ledger must be the one that the order of the samples gives, and every step recorded. An undisturbed run of as
-   many steps, without Ray and hosts, must have the same ledger, weights, moments and losses. It takes about as long as
-   the steps took; `--without-twin` leaves it out.
+1. Three hosts with one processor each run the units of deploy/systemd (`SupervisedHosts` in
+   tests/support/ray_hosts.py), which keep a Ray cluster and a campaign of two workers alive. The first host is the
+   head and runs the driver.
+2. Every minute the soak injects one of `FAULTS`, drawn from the seed. It kills a host during a step or a save, drains
+   or disconnects it, makes its link slow or drop every packet, or kills the head and with it all nodes. After a while
+   the soak restores the power or the link. It does nothing else to the hosts, and nobody types a command.
+3. At the end the soak sends SIGTERM to the driver's unit: the run commits its step and exits with 75.
+4. The ledger must match the order of the samples, and every step must be recorded. An undisturbed run of the same
+   number of steps, without Ray and hosts, must have the same ledger, weights, moments and losses. This takes about as
+   long as the steps did; `--without-twin` skips it.
 
-It says what each fault cost, and at the end where the time went, from metrics.jsonl alone. The exit code says whether
-the run needed nobody and is the same.
+The soak prints the cost of each fault, and at the end how the time was spent, computed from metrics.jsonl only. The
+exit code is 0 if the run needed no help and equals the undisturbed run.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from tests.support.ray_hosts import SupervisedHosts, has_reported, is_saving, ne
 
 NAMES = ["h0", "h1", "h2"]
 EVERY_S = 60.0
-AWAY_S = 20.0  # a host that died, or whose link is dead, is back so much later
+AWAY_S = 20.0  # time until a dead host or link returns
 SLOW_S = 30.0
 STAYS_S = 30  # a drained host
 POLL_S = 0.03  # a save takes about 0.06 s
@@ -65,12 +65,12 @@ class Soak:
     rng: random.Random
 
     def worker_host(self) -> str:
-        """Return a host that trains and is not the head."""
+        """Return a training host other than the head."""
         nodes = newest_nodes(self.run).values()
         return self.rng.choice(sorted(node for node in nodes if node != self.cluster.names[0]))
 
     def until(self, claim: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until a claim about the run is true. Raises TimeoutError, or where the driver's unit has ended."""
+        """Wait until a claim about the run is true. Raises an error after the timeout or if the driver's unit ends."""
         deadline = time.monotonic() + timeout_s
         while not claim():
             code = self.cluster.driver.poll() if self.cluster.driver is not None else None
@@ -108,7 +108,7 @@ def drain(soak: Soak) -> str:
     name = soak.worker_host()
     soak.cluster.drain(name, soak.run, STAYS_S)
     time.sleep(STAYS_S)
-    # It is taken back, and another one comes in its place.
+    # The host is reclaimed, and another one replaces it.
     soak.cluster.network[name].kill()
     soak.cluster.join(name)
     return name
@@ -154,7 +154,7 @@ FAULTS: list[Callable[[Soak], str]] = [kill_in_step, kill_in_save, drain, cut, b
 
 
 def main() -> int:
-    """Run the soak; the exit code says whether the run needed nobody and is the undisturbed one's."""
+    """Run the soak; return exit code 0 if the run needed no help and equals the undisturbed one."""
     words = parse(sys.argv[1:])
     reason = hosts.missing()
     if reason:
@@ -192,9 +192,9 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def suffer(soak: Soak, seconds: float) -> int:
-    """Let a fault befall the hosts every minute until the time is over, then stop the run; return its exit code.
+    """Inject a fault every minute until the time is over, then stop the run; return its exit code.
 
-    Raises TimeoutError where the run has ended by itself, or trains nothing for minutes.
+    Raises TimeoutError if the run ends by itself or makes no progress for minutes.
     """
     soak.until(has_reported(soak.run, 1), STEP_TIMEOUT_S)
     began = time.monotonic()
@@ -203,7 +203,7 @@ def suffer(soak: Soak, seconds: float) -> int:
     while time.monotonic() - began < seconds - EVERY_S:
         next_at = time.monotonic() + EVERY_S
         minutes = (time.monotonic() - began) / 60
-        # In a new random order each time, so that none comes twice before all have come once.
+        # Shuffled anew each time, so that no fault repeats before all have occurred.
         if not to_come:
             to_come = soak.rng.sample(FAULTS, len(FAULTS))
         fault = to_come.pop()
@@ -211,7 +211,7 @@ def suffer(soak: Soak, seconds: float) -> int:
         befell_at = time.time()
         step = last_report(soak.run)["step"]
         name = fault(soak)
-        # The next fault finds a run that trains: what befalls one that does not, befalls nothing.
+        # Inject the next fault only while the run trains; otherwise the fault would test nothing.
         soak.until(has_reported_since(soak.run, time.time()), STEP_TIMEOUT_S)
         count += 1
         print(f"{minutes:5.1f} min: {fault.__name__} of {name}, workers on {', '.join(nodes.values())}, ", end="")
@@ -226,7 +226,7 @@ def suffer(soak: Soak, seconds: float) -> int:
 
 
 def last_report(run: Path) -> Record:
-    """Return the run's newest report. Its end alone is read: the hosts' processors are this process's, too."""
+    """Return the run's newest report. Only the end of the file is read, because the hosts share this process's CPUs."""
     (folder,) = run.glob("pretrain-*")
     report = last_metrics(folder)
     assert report is not None
@@ -253,7 +253,7 @@ def longest_pause(run: Path, since: float) -> float:
 
 
 def adds_up(run: Path) -> bool:
-    """Say where the time went and what happened; tell whether the ledger and the record of the steps are whole."""
+    """Print how the run spent its time and what happened; return whether its ledger and step records are complete."""
     (folder,) = run.glob("pretrain-*")
     last = read_manifest(committed(folder / "checkpoints")[0])
     print(f"cluster-soak: {last.step} steps; {account(read_metrics(folder, None)).line()}")
@@ -278,7 +278,7 @@ def adds_up(run: Path) -> bool:
 
 
 def is_same(shared: Path, recipe: Path, run: Path) -> bool:
-    """Compare the run with one that nothing befell."""
+    """Compare the run with an undisturbed one."""
     (folder,) = run.glob("pretrain-*")
     ours = read_manifest(committed(folder / "checkpoints")[0])
     twin = shared / "twin"

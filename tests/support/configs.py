@@ -1,4 +1,4 @@
-"""The config of a stage that trains, with the keys of all extras."""
+"""The config of a training stage, with the keys of all extras."""
 
 from pipeline.extras.async_evaluation import AsyncConfig
 from pipeline.extras.best import BestConfig

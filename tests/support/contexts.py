@@ -17,6 +17,6 @@ def pretrain_context(
     poll: Callable[[int, int], None] = lambda attempt, step: None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Context:
-    """Return the context of a stage `pretrain` with its defaults, whose folder in the run is pretrain-1."""
+    """Return the context of a stage `pretrain` with default settings and the folder pretrain-1."""
     stage = Stage("pretrain", Pretrain(), Pretrain.defaults, "pretrain", key="1")
     return Context(Campaign(run, cluster, (stage,), remote=remote), stage, log, poll, stop_requested)

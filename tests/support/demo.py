@@ -1,14 +1,14 @@
-"""`make demo`: a whole campaign with one worker killed on the way, and the proof that nothing changed.
+"""Run `make demo`: a complete campaign in which one worker is killed, and the proof that the result is the same.
 
     python -m tests.support.demo --directory runs
 
-1. Pretraining runs under Ray with two workers: on CPUs, or on a GPU each. With one GPU there is one worker, unless
-   PATCHLINE_WORKERS_PER_GPU=2 has two workers share it.
-2. A few steps after a checkpoint is committed, one worker gets SIGKILL; the run goes on from that checkpoint.
-3. The stages after it run, to the few-shot probe.
-4. The same pretraining runs once more, uninterrupted and in plain processes.
-5. Every loss and every byte of the last checkpoint of both are compared. GPUs repeat them in exact mode alone, so there
-   pretraining is exact.
+1. Pretraining runs under Ray with two workers, on CPUs or with one GPU each. With a single GPU there is one worker,
+   unless PATCHLINE_WORKERS_PER_GPU=2 lets two workers share it.
+2. A few steps after a checkpoint is committed, one worker receives SIGKILL; the run resumes from that checkpoint.
+3. The later stages run, up to the few-shot probe.
+4. The same pretraining runs again, uninterrupted and in plain processes.
+5. Every loss and every byte of the last checkpoint are compared. GPUs reproduce them only in exact mode, so on GPUs
+   pretraining uses it.
 """
 
 import argparse
@@ -38,7 +38,7 @@ WORKERS = 2  # at most
 
 
 def overrides_for(gpus: int) -> list[str]:
-    """Return what differs from the recipe if torch sees so many GPUs; nothing without one."""
+    """Return the recipe overrides for this number of visible GPUs; an empty list without GPUs."""
     if gpus == 0:
         return []
     workers = min(gpus, WORKERS)
@@ -59,19 +59,19 @@ class Killer(Watcher):
         self.directory = loaded.directory(stage)
         self.save_every = stage.config.save_every
         self.world = loaded.cluster.most
-        self.victim = self.world - 1  # rank of the worker that is killed
+        self.victim = self.world - 1  # rank of the worker to kill
         self.killed_at: int | None = None
         self.is_over = threading.Event()
         self.thread: threading.Thread | None = None
 
     def stage(self, context: Context) -> None:
-        """Start to look for the moment when pretraining starts."""
+        """Start watching when pretraining starts."""
         if context.directory == self.directory:
             self.thread = threading.Thread(target=self.wait_and_kill, daemon=True)
             self.thread.start()
 
     def status(self, message: StatusMessage) -> None:
-        """Stop looking when pretraining ends."""
+        """Stop watching when pretraining ends."""
         if message.directory == self.directory and message.state == "ended" and self.thread is not None:
             self.is_over.set()
             self.thread.join()
@@ -97,7 +97,7 @@ class Killer(Watcher):
 
 
 def demo(parent: Path) -> int:
-    """Run the campaign, then the uninterrupted twin; the exit code says whether both agree bit for bit."""
+    """Run the campaign, then its uninterrupted twin; return exit code 0 if both agree bit for bit."""
     run = parent / time.strftime("demo-%Y%m%d-%H%M%S")
     began = time.monotonic()
     gpus = torch.cuda.device_count() * workers_per_gpu()
@@ -110,7 +110,7 @@ def demo(parent: Path) -> int:
 
     twin = campaigns.load(RECIPE, [f"run={run / 'twin'}", "cluster.backend=processes", *overrides])
     print("demo: the same pretraining again, uninterrupted and without Ray, to compare", flush=True)
-    # Pretraining alone is compared: the twin needs the shards for it, and none of the stages after it.
+    # Only pretraining is compared: the twin needs its shards, but none of the later stages.
     for only in ("shards", "pretrain"):
         run_campaign(twin, only=only, quiet=True)
 
@@ -122,11 +122,11 @@ def demo(parent: Path) -> int:
 
 
 def report(loaded: Campaign, twin: Campaign, killer: Killer) -> bool:
-    """Print what was compared; True when everything is equal."""
+    """Print the comparison; return True if everything is equal."""
     directory = loaded.directory(loaded.stage("pretrain"))
     twin_directory = twin.directory(twin.stage("pretrain"))
 
-    # Losses: a step that was computed twice must have the twin's loss both times.
+    # Losses: both computations of a repeated step must give the twin's loss.
     losses = step_losses(directory)
     twin_losses = step_losses(twin_directory)
     equal_losses = killer.killed_at is not None and losses.keys() == twin_losses.keys()
@@ -156,7 +156,7 @@ def newest_manifest(directory: Path) -> Manifest:
 
 
 def step_losses(directory: Path) -> dict[int, list[float]]:
-    """Return every loss that was logged, by step; a step that was computed twice has two."""
+    """Return all logged losses by step; a repeated step has two."""
     losses_of: dict[int, list[float]] = {}
     for record in read_metrics(directory):
         for step, loss in zip(steps_in(record), record["losses"], strict=True):
@@ -165,7 +165,7 @@ def step_losses(directory: Path) -> dict[int, list[float]]:
 
 
 def main() -> int:
-    """Run the demo in a folder of its own below --directory."""
+    """Run the demo in a new folder under --directory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path("runs"), help="where its run directory goes")
     return demo(parser.parse_args().directory)

@@ -1,12 +1,12 @@
-"""Whole runs for the fault tests, small and fast: a driver is started, made to suffer, and what it leaves is read.
+"""Small, fast complete runs for the fault tests: start a driver, inject a fault, and read the files of the run.
 
-    process = start(run, "pretrain.log_every=1", patch="slowly")      # `python -m jobs run`, in a process of its own
+    process = start(run, "pretrain.log_every=1", patch="slowly")      # `python -m jobs run` in a separate process
     at_step(run, process, 6, process.kill)
     assert finish(run) == 0, said(run)
-    assert_same(run, twin)                                            # the bits of a run that nothing befell
+    assert_same(run, twin)                                            # bit for bit the undisturbed run
 
-A module of its own, because processes import it by name. Drivers are children of a forkserver that has torch and
-deepspeed already, and fork their workers, so that a run costs seconds.
+This is a separate module because processes import it by name. Drivers are children of a forkserver that has already
+imported torch and deepspeed, and they fork their workers, so that a run takes only seconds.
 """
 
 import json
@@ -38,7 +38,7 @@ from tests.support.recipes import SMALL
 
 
 def fork_process(function: Callable[..., None], *arguments: object) -> Any:
-    """Return a process, not yet started, that calls the function in a fork of a process with all imports done.
+    """Return an unstarted process that calls the function in a fork of a process with all imports done.
 
     It ends as soon as the process that started it is gone, however that ended.
     """
@@ -66,7 +66,7 @@ def call_while_parent_lives(function: Callable[..., None], arguments: Sequence[o
 
 
 class ForkedServer:
-    """A fork server that is a fork of the driver: a patch of the driver reaches the workers."""
+    """A fork server forked from the driver, so that patches of the driver also apply in the workers."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -91,9 +91,10 @@ def launch_by_fork(
 
 
 def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str = SMALL) -> None:
-    """`python -m jobs run` on the small recipe; leaves the output beside the run and exits with the command's code.
+    """Run `python -m jobs run` on the small recipe, with its output in a file next to the run; exit with its code.
 
-    `patch` names what it is made to suffer, by a function of `run_faults` and perhaps its argument: "slowly -3600".
+    `patch` is the fault to inject: the name of a function of `run_faults`, optionally with its argument, as in
+    "slowly -3600".
     """
     folder = Path(run).parent
     log = os.open(folder / "driver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -101,7 +102,7 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     os.chdir(folder)
-    # Where the tests were started by nohup they ignore it, and so would this command, as it should.
+    # Tests started by nohup ignore SIGHUP, and this command would inherit that.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     from jobs import __main__
 
@@ -109,7 +110,7 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
     if patch is not None:
         name, *argument = patch.split()
         getattr(run_faults, name)(*(int(one) if one.lstrip("-").isdigit() else one for one in argument))
-    path = folder / f"small-{os.getpid()}.yaml"  # of twenty starts, none reads what another is writing
+    path = folder / f"small-{os.getpid()}.yaml"  # no two of twenty starts share an output file
     path.write_text(recipe)
     sys.argv = ["jobs", "run", str(path), f"run={run}", *overrides]
     code = __main__.main(sys.argv[1:])
@@ -118,7 +119,7 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
 
 
 def own(run: str, directory: str, number: int) -> None:
-    """Try to own a run; the winner stays until told to go, the others leave what they were told and exit 73."""
+    """Try to own a run: the winner stays until told to exit; the others write the error they got and exit with 73."""
     try:
         with Lease(Folder(Path(run)), print):
             (Path(directory) / f"won-{os.getpid()}").touch()
@@ -133,57 +134,57 @@ def own(run: str, directory: str, number: int) -> None:
 
 
 def start(run: Path, *overrides: str, patch: str | None = None, recipe: str = SMALL) -> Any:
-    """Start a run in a process of its own, and return the process."""
+    """Start a run in a separate process, and return the process."""
     process = fork_process(drive, str(run), list(overrides), patch, recipe)
     process.start()
     return process
 
 
 def finish(run: Path, *overrides: str, patch: str | None = None, recipe: str = SMALL) -> int:
-    """Start a run and return the exit code with which it ends."""
+    """Start a run, wait for its end and return the exit code."""
     process = start(run, *overrides, patch=patch, recipe=recipe)
     process.join()
     return process.exitcode
 
 
 def stop_at(run: Path, step: int, *overrides: str, patch: str | None = None) -> int:
-    """Start a run, send it SIGTERM once it has reported a step, and return the exit code with which it ends."""
+    """Start a run, send SIGTERM after it reports a step, and return its exit code."""
     process = start(run, *overrides, patch=patch)
     at_step(run, process, step, lambda: os.kill(process.pid, signal.SIGTERM))
     process.join(timeout=120)
-    process.kill()  # where it has not heard; an exit code stays as it is
+    process.kill()  # if it did not react to the signal; an earlier exit code stays
     process.join()
     return process.exitcode
 
 
 def stage(run: Path) -> Path:
-    """The folder of the run's pretraining."""
+    """Return the folder of the run's pretraining stage."""
     (found,) = run.glob("pretrain-*")
     return found
 
 
 def forget(run: Path) -> None:
-    """Delete what the run has trained; its shards stay."""
+    """Delete the run's training results, but not its shards."""
     for folder in run.glob("pretrain-*"):
         shutil.rmtree(folder)
 
 
 def said(run: Path) -> str:
-    """What all drivers of the run have printed."""
+    """Return the output of all drivers of the run."""
     log = run.parent / "driver.log"
     return log.read_text() if log.exists() else ""
 
 
 def assert_same(run: Path, twin: Path) -> None:
-    """The run has come to step 40 with the twin's bits (see `assert_same_stage`)."""
+    """Assert that the run has reached step 40 bit for bit like its twin (see `assert_same_stage`)."""
     assert_same_stage(stage(run), stage(twin))
     assert step_losses(stage(twin)).keys() == set(range(1, 41))
 
 
 def assert_same_stage(folder: Path, twin: Path) -> None:
-    """Weights, moments and ledger of the last checkpoint, and every loss ever logged, are the bits of the twin's.
+    """Assert that the last checkpoint's weights, moments and ledger, and all losses, equal the twin's bit for bit.
 
-    So are evaluations: each of the twin's has its value here, or a record that says why it has none.
+    Every evaluation of the twin must have the same value here, or a record of the reason why it is missing.
     """
     ours, theirs = (checkpoint_reader.verify(committed(each / "checkpoints")[0]) for each in (folder, twin))
     assert (ours.step, ours.ledger, ours.files) == (theirs.step, theirs.ledger, theirs.files)
@@ -199,13 +200,13 @@ def assert_same_stage(folder: Path, twin: Path) -> None:
 
 
 def evaluations(folder: Path) -> dict[int, list[dict[str, float] | None]]:
-    """What every evaluation of a stage has come to, by step; None where it failed or was skipped with words."""
+    """Return the results of all evaluations of a stage by step; None if an evaluation failed or was skipped."""
     outcomes: dict[int, list[dict[str, float] | None]] = {}
     for record in read_metrics(folder, None):
         if record["kind"] in ("evaluate_failed", "evaluate_skipped"):
             outcomes.setdefault(record["step"], []).append(None)
         elif record["kind"] == "evaluate":
-            # Where and how long it was is no part of it.
+            # The place and duration of an evaluation are not compared.
             about = {"kind", "time", "attempt", "step", "where", "node", "seconds"}
             values = {name: value for name, value in record.items() if name not in about}
             outcomes.setdefault(record["step"], []).append(values)
@@ -213,7 +214,7 @@ def evaluations(folder: Path) -> dict[int, list[dict[str, float] | None]]:
 
 
 def at_step(run: Path, process: Any, step: int, then: Callable[[], None]) -> None:
-    """Call `then` when the run, just started, has reported the step, unless it ended before."""
+    """Call `then` when the started run reports the step, unless it ends before."""
     before = len(reports(run))
     while process.is_alive():
         if any(record["step"] >= step for record in reports(run)[before:]):
@@ -226,18 +227,18 @@ def reports(run: Path) -> list[dict[str, Any]]:
 
 
 def worker_log(run: Path, rank: int) -> str:
-    """What a rank of the newest attempt has left in its log."""
+    """Return the log of a rank of the newest attempt."""
     return (max(run.glob("pretrain-*/attempts/attempt-*")) / f"rank-{rank:05d}.log").read_text()
 
 
 def worker_pid(run: Path, rank: int) -> int:
-    """The process of a rank in the newest attempt."""
+    """Return the pid of a rank in the newest attempt."""
     newest = max(run.glob("pretrain-*/attempts/attempt-*"))
     return json.loads((newest / f"rank-{rank:05d}.json").read_text())["pid"]
 
 
 def phase_of(run: Path, rank: int, attempt: int = 1) -> str:
-    """What a rank has said last of where it is, in the file that its process holds open for its agent."""
+    """Return the phase that a rank last wrote to the status file that its process shares with its agent."""
     for record in run.glob(f"*/attempts/attempt-{attempt:06d}/rank-{rank:05d}.json"):
         with suppress(OSError, ValueError):
             for handle in Path(f"/proc/{json.loads(record.read_text())['pid']}/fd").iterdir():
@@ -248,6 +249,6 @@ def phase_of(run: Path, rank: int, attempt: int = 1) -> str:
 
 
 def incidents(folder: Path) -> list[str]:
-    """The first lines of a stage's incidents, without their dates and attempts."""
+    """Return the first line of each incident of a stage, without date and attempt."""
     text = (folder / "incidents.txt").read_text()
     return re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d attempt \d+: (worker .*)", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Sets, stores of their features, and a model, for tests of evaluation."""
+"""Data sets, their feature stores and a model for tests of evaluation."""
 
 from itertools import islice
 from pathlib import Path
@@ -30,7 +30,7 @@ def inputs_of(train: FeatureStore | None, test: FeatureStore, name: str = "") ->
 def store_of(
     features: np.ndarray | None, labels: np.ndarray, folder: Path, predictions: np.ndarray | None = None
 ) -> FeatureStore:
-    """A store of rank 0 that holds these rows, written in pieces of 100."""
+    """Return rank 0's store with these rows, written in pieces of 100."""
     count = len(labels)
     lists = labels.reshape(count, -1)
     index = Index((Shard("a.tar", count, 0, ""),), 10, (), "d" * 64, "", Path(), names=NAMES)
@@ -47,14 +47,14 @@ def store_of(
 
 
 def unreadable(features: np.ndarray | None, labels: np.ndarray, folder: Path, missing: list[int]) -> FeatureStore:
-    """A store in which some samples of the set could not be read."""
+    """Return a store in which some samples of the set are unreadable."""
     store = store_of(features, labels, folder)
     store.is_there[missing] = False
     return store
 
 
 class Sums(nn.Module):
-    """Features are sums of pixels over rows and columns, whose bits depend on how a batch is made up."""
+    """A model whose features are sums of pixels over rows and columns; their bits depend on the batch's composition."""
 
     config = ViTConfig()  # for the normalisation of pixels
 
@@ -68,7 +68,7 @@ class Sums(nn.Module):
 
 
 def with_a_bad_one(folder: Path) -> Index:
-    """150 digits in shards of 40, of which the 78th cannot be read."""
+    """Return 150 digits in shards of 40; the 78th digit is unreadable."""
     good = list(islice(digits(True, image_size=16), 150))
     samples = [Sample(s.key, s.image if n != 77 else b"junk", s.labels) for n, s in enumerate(good)]
     return pack(samples, folder, shard_samples=40)

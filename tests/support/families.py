@@ -1,4 +1,4 @@
-"""The processes that one has started, those of an embedded Ray cluster among them, and a wait for what they do."""
+"""Find all descendants of a process, including those in an embedded Ray cluster, and wait for conditions."""
 
 import os
 import time
@@ -13,13 +13,13 @@ Answer = TypeVar("Answer")
 
 
 def family_of(pid: int | None = None) -> list[psutil.Process]:
-    """The children of a process, or of this one, with theirs, and all in the sessions that these have begun.
+    """Return all descendants of a process (default: this one), and all processes in the sessions they created.
 
-    Ray's processes are no children of the guard that started them (jobs/cluster/embedded.py): they share its session.
+    Ray's processes are not children of the guard that starts them (jobs/cluster/embedded.py), but share its session.
     An agent's fork server leads a session of its own.
     """
     root = os.getpid() if pid is None else pid
-    # One look at the table of processes, because tests ask again and again.
+    # Read the process table only once per call: tests poll this function.
     processes: dict[int, psutil.Process] = {}
     parents: dict[int, int] = {}
     sessions: dict[int, int] = {}
@@ -36,7 +36,7 @@ def family_of(pid: int | None = None) -> list[psutil.Process]:
             if number in family or number == root:
                 continue
             is_member = parents[number] == root or parents[number] in family
-            # A session has the number of the process that has begun it.
+            # A session's number is the pid of the process that created it.
             if not is_member and sessions[number] in family:
                 with suppress(psutil.Error):
                     is_member = process.status() != psutil.STATUS_ZOMBIE
@@ -47,14 +47,14 @@ def family_of(pid: int | None = None) -> list[psutil.Process]:
 
 
 def answers(family: list[psutil.Process], question: Callable[[psutil.Process], Iterable[Answer]]) -> Iterator[Answer]:
-    """What each process answers; one that has ended meanwhile, as short-lived ones of Ray's do, answers nothing."""
+    """Yield the answers of all processes; skip those that have ended, such as Ray's short-lived processes."""
     for process in family:
         with suppress(psutil.Error):
             yield from question(process)
 
 
 def wait_until(claim: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Return when a claim has become true."""
+    """Wait until a claim is true."""
     deadline = time.monotonic() + timeout_s
     while not claim():
         assert time.monotonic() < deadline, "waited in vain"
@@ -62,7 +62,7 @@ def wait_until(claim: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 def maps_of(process: psutil.Process) -> list[Path]:
-    """The files that a process has mapped. psutil's answer takes long: it asks for the size of each map."""
+    """Return the files mapped by a process. psutil is slower: it also reads the size of each map."""
     paths = []
     with suppress(OSError):
         for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():

@@ -1,8 +1,8 @@
-"""Runs a save, a prune and a claim again and again, each time with one file system call that kills or fails.
+"""Repeat a save, a prune and a claim; in each repetition one file system call fails or kills the process.
 
-python -m tests.support.faulty FOLDER OUTCOMES, with faults.c preloaded. One line of JSON for every run: where it was
-hit, what it had acknowledged by then, and what a start would load afterwards. FOLDER/trace is a run that nothing
-befell.
+Run it as `python -m tests.support.faulty FOLDER OUTCOMES`, with faults.c preloaded. It writes one line of JSON per
+repetition: the affected call, what the process had acknowledged until then, and what a start would load afterwards.
+FOLDER/trace is the trace of an undisturbed run.
 """
 
 import ctypes
@@ -26,14 +26,14 @@ HOWS = [
     (KILL, 0),
     (TEAR, 0),
     (FAIL, errno.EIO),  # one bad sector
-    (FAIL, errno.ENOSPC),  # somebody makes room at once
+    (FAIL, errno.ENOSPC),  # space becomes available immediately
     (FAIL_FROM, errno.ENOSPC),
     (FAIL_FROM, errno.EROFS),  # the kernel has remounted the disk
 ]
 
 
 class Acknowledgements:
-    """Telemetry of rank 0's saver: what it reports is what a user has been told, before old checkpoints go."""
+    """Telemetry of rank 0's saver: its reports are acknowledged to the user before old checkpoints are deleted."""
 
     def __init__(self, say: Callable[..., None]) -> None:
         self.tell = say
@@ -52,7 +52,7 @@ class Acknowledgements:
 
 
 def act(run: Path, say: Callable[..., None]) -> None:
-    """A new attempt on a run with steps 10, 20 and 30: claim, save 40, prune, save 50, prune."""
+    """Make a new attempt on a run with steps 10, 20 and 30: claim, save 40, prune, save 50, prune."""
     try:
         attempt = claim_attempt(Folder(run))
         say("attempt", attempt)
@@ -79,7 +79,7 @@ def child(shim: Any, run: Path, how: int, at: int, error: int, pipe: int) -> Non
 
 
 def hit(shim: Any, run: Path, how: int, at: int, error: int) -> dict[str, Any]:
-    """One run in a process of its own, and what a start finds after it."""
+    """Run once in a separate process, and return what a later start finds."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         child(shim, run, how, at, error, write)
@@ -102,7 +102,7 @@ def hit(shim: Any, run: Path, how: int, at: int, error: int) -> dict[str, Any]:
 
 
 def runs(shim: Any, base: Path, folder: Path) -> Iterator[dict[str, Any]]:
-    """Every way to be hit at every call, until a run is over before its turn comes."""
+    """Yield runs with every fault at every call, until a run ends before the fault's turn."""
     for how, error in HOWS:
         for at in range(1, NEVER):
             run = folder / f"run-{how}-{error}-{at}"
@@ -115,7 +115,7 @@ def runs(shim: Any, base: Path, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def trace(shim: Any, base: Path, folder: Path) -> None:
-    """Every call of an undisturbed run, in order, with what it acknowledged between them."""
+    """Return all calls of an undisturbed run in order, with its acknowledgements between them."""
     run = folder / "traced"
     shutil.copytree(base, run)
     with open(folder / "trace", "w") as file:

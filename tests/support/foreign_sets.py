@@ -1,8 +1,8 @@
-"""Sets of images as people have them: how to make each, and the samples that every way in must find in it.
+"""Image data sets as users have them: how to make each, and the samples that every import command must find.
 
 A case is a function that writes a set into a folder and returns (path, samples): {key: class} of its usable samples, or
-None if every way in must refuse the set. A class is a name, or an id if the set has no names. Keys of tars are those in
-the tar.
+None if every import command must reject the set. A class is a name, or an id if the set has no names. The keys of a tar
+are those inside it.
 """
 
 import json
@@ -25,12 +25,12 @@ CLASSES = ("cat", "dog", "fox")
 
 
 def image(number: int) -> bytes:
-    """Return a picture that no other number has."""
+    """Return a distinct image for each number."""
     return picture(5 * number + 3)
 
 
 def refused(case: Case) -> Case:
-    """Return the case that writes the same, and must be refused."""
+    """Return a case with the same files that must be rejected."""
     return lambda root: (case(root)[0], None)
 
 
@@ -189,7 +189,7 @@ PLAIN = ["cat/0.jpg", "cat/1.jpg", "dog/2.jpg", "dog/3.jpg"]
 
 
 def with_others(others: Mapping[str, bytes | str | None]) -> Case:
-    """Return the case of a plain folder with other files (bytes), links (text) and folders (None) that are skipped."""
+    """Return the case of a plain folder with ignored files (bytes), links (text) and folders (None)."""
 
     def make(root: Path) -> tuple[Path, Samples | None]:
         path, samples = folder_of(PLAIN)(root)
@@ -207,7 +207,7 @@ def with_others(others: Mapping[str, bytes | str | None]) -> Case:
 
 
 def linked_folders(root: Path) -> tuple[Path, Samples | None]:
-    """Make class folders that contain links to files and folders, and a class that is a link."""
+    """Make class folders that contain links to files and folders; one class folder is itself a link."""
     store = root / "store"
     for number, name in enumerate(("more/4.jpg", "more/deep/5.jpg", "6.jpg", "fox/7.jpg")):
         (store / name).parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +221,7 @@ def linked_folders(root: Path) -> tuple[Path, Samples | None]:
 
 
 def other_formats(suffix: str) -> Case:
-    """Return the case of a class whose images have a format that is not read."""
+    """Return the case of a class whose images have an unsupported format."""
 
     def make(root: Path) -> tuple[Path, Samples | None]:
         path, _ = folder_of(PLAIN)(root)

@@ -1,4 +1,4 @@
-"""Tiny models of transformers and timm with random weights, one or more for each family that is imported."""
+"""Tiny transformers and timm models with random weights, at least one for each supported family."""
 
 from collections.abc import Callable
 from pathlib import Path

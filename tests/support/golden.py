@@ -1,4 +1,4 @@
-"""Arrays that were made from the original code, where they lie beside the checkout: `../shared/golden`."""
+"""Read golden arrays, which the original code produced, from `../shared/golden` next to the checkout."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"the golden data 
 
 
 def read_golden(name: str) -> Any:
-    """Return the arrays, or the JSON, of a golden file; skip the test where it is not there."""
+    """Return the arrays or the JSON of a golden file; skip the test if the file is missing."""
     path = GOLDEN / name
     if not path.exists():
         pytest.skip(f"golden data is absent: ../shared/golden/{name}")

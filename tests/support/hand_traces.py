@@ -1,4 +1,4 @@
-"""A memory trace computed by hand, for tests of what is planned and refused from a trace."""
+"""A memory trace computed by hand, for tests of planning and of memory checks."""
 
 from pipeline.extras.plan.memory import GIB
 from pipeline.extras.plan.memory_traces import MemoryTrace, Moment, StepToTrace

@@ -44,14 +44,14 @@ BOOT_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 30.0
 
 SOL_PACKET = 263
-PACKET_VNET_HDR = 15  # frames come with what the sender left to its network card: checksums, cutting into packets
+PACKET_VNET_HDR = 15  # frames arrive before the sender's offloaded work: checksums, segmentation
 VNET_HDR_BYTES = 10
 LARGEST_FRAME = 2**16 + 64
 ALL_PROTOCOLS = 3
 
 
 def missing() -> str:
-    """Return why no hosts can be made here, or "" where they can."""
+    """Return why this machine cannot simulate hosts, or "" if it can."""
     if sys.platform != "linux":
         return "hosts are namespaces of Linux"
     if os.geteuid() != 0:
@@ -59,7 +59,7 @@ def missing() -> str:
     for program in ("ip", "unshare", "nsenter", "mount"):
         if shutil.which(program) is None:
             return f"hosts need the program {program}"
-    # A container may have root's number and not root's rights.
+    # In a container, uid 0 may lack root's capabilities.
     command = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "ip", "link", "add", "type", "veth"]
     tried = subprocess.run(command, capture_output=True, text=True)
     if tried.returncode != 0:
@@ -68,7 +68,7 @@ def missing() -> str:
 
 
 class Host:
-    """One host: what runs on it, and what befalls it."""
+    """One simulated host: starts commands and injects faults."""
 
     def __init__(self, network: "Network", name: str, number: int) -> None:
         self.network = network
@@ -83,7 +83,7 @@ class Host:
     # -------------------------------------------------------------------- what runs on it
 
     def start(self, command: str | list[str], log: IO[str], **environment: str) -> subprocess.Popen[bytes]:
-        """Start a command, a shell's line or a list of words, in the checkout's folder; both outputs go to `log`."""
+        """Start a shell command or a list of words in the checkout's folder; stdout and stderr go to `log`."""
         words = ["sh", "-c", command] if isinstance(command, str) else command
         target = ["nsenter", "--target", str(self.init), "--net", "--uts", "--mount", "--pid", f"--wd={ROOT}", "--"]
         return subprocess.Popen(
@@ -96,9 +96,9 @@ class Host:
         )
 
     def run(self, command: str | list[str], timeout_s: float = 120.0, **environment: str) -> str:
-        """Run a command to its end and return what it printed. Raises RuntimeError where it fails or takes too long."""
+        """Run a command and return its output. Raises RuntimeError if it fails or exceeds the timeout."""
         output_file = self.network.shared / f"{self.name}-{time.monotonic_ns()}.out"
-        # Not through a pipe: what the command leaves running, as `ray start` does, would hold it open.
+        # Not through a pipe: background processes of the command, such as those of `ray start`, would keep it open.
         with output_file.open("w") as log:
             process = self.start(command, log, **environment)
             try:
@@ -113,7 +113,7 @@ class Host:
         return output
 
     def processes(self) -> list[psutil.Process]:
-        """Return every process of the host, its process 1 included."""
+        """Return all processes of the host, including its process 1."""
         namespace = os.readlink(f"/proc/{self.init}/ns/pid")
         here = []
         for process in psutil.process_iter():
@@ -128,7 +128,7 @@ class Host:
     # -------------------------------------------------------------------- what befalls it
 
     def kill(self) -> int:
-        """Take the power away: nothing leaves the host any more, and its processes are killed; return how many.
+        """Simulate a power failure: drop the host's frames, then kill its processes; return their number.
 
         The frames are dropped first. The kernel closes the connections of a namespace that ends, and a machine without
         power does not.
@@ -136,25 +136,25 @@ class Host:
         count = len(self.processes())
         self._end_relay()
         self.black_hole()
-        # Process 1 takes all processes of its namespace along: none has the time to do anything about it.
+        # Killing process 1 kills all processes of its namespace at once, before any can react.
         os.kill(self.init, signal.SIGKILL)
         self.end()
-        # The kernel clears the cable away in its own time, and the next boot wants its name.
+        # The kernel removes the cable later, but the next boot needs its name.
         self.network.on_switch("sh", "-c", f"ip link delete {self.port} || ! ip link show {self.port}")
         return count
 
     def cut(self) -> None:
-        """Pull the cable: the interface loses its carrier. Connections are not ended by it."""
+        """Unplug the cable: the interface loses its carrier; connections stay open."""
         self.network.on_switch("ip", "link", "set", self.port, "down")
 
     def black_hole(self) -> None:
-        """Let everything that leaves and reaches the host vanish, with a link that looks whole."""
+        """Drop all packets from and to the host, on a link that looks intact."""
         self.network.on_switch("ip", "link", "set", self.port, "nomaster")
 
     def slow(self, delay_s: float, loss: float, seed: int) -> None:
-        """Delay every frame by half of `delay_s` each way, and lose this share of them.
+        """Delay every frame by half of `delay_s` in each direction, and drop this share of the frames.
 
-        A process of ours carries them, because a kernel may be built without the queue `netem` that would.
+        A process of ours forwards the frames, because some kernels lack the queueing discipline `netem`.
         """
         inner, outer = f"in{self.port}", f"out{self.port}"
         self.network.on_switch("ip", "link", "set", self.port, "nomaster")
@@ -175,12 +175,12 @@ class Host:
         self.relay = _start_shell([*switch, *command])
 
     def mend(self) -> None:
-        """Make the link whole and fast again."""
+        """Repair the link and restore its speed."""
         self._end_relay()
         self.network.on_switch("ip", "link", "set", self.port, "up", "master", "bridge")
 
     def end(self) -> None:
-        """Return when no process of the host is left."""
+        """Wait until the host has no processes left."""
         self._end_relay()
         _end_shell(self.shell)
 
@@ -193,7 +193,7 @@ class Host:
 
 
 class Network:
-    """A switch and the hosts that are joined to it; `shared` is a folder that all of them see."""
+    """A switch with its connected hosts; all of them see the folder `shared`."""
 
     def __init__(self, shared: Path) -> None:
         self.shared = shared
@@ -218,14 +218,14 @@ class Network:
         return self.hosts[name]
 
     def boot(self, name: str) -> Host:
-        """Add a host, or start one again that was killed; its addresses stay, its `/tmp` and `/dev/shm` are empty."""
+        """Add a host, or restart a killed host with its old addresses and an empty `/tmp` and `/dev/shm`."""
         number = self.numbers.setdefault(name, len(self.numbers))
-        # Every host knows the others by name. There is no name server, and to ask for one would take seconds.
+        # Every host has the others' names in /etc/hosts: without a name server, lookups would take seconds.
         known = [f"{PREFIX}.{FIRST_ADDRESS + other} {host}" for host, other in self.numbers.items()]
         self.hosts_file.write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
         host = Host(self, name, number)
         self.hosts[name] = host
-        # As of a machine: another address behind the same name would be asked in vain until caches forget the old one.
+        # A restarted machine keeps its MAC address. With a new one, packets would be lost until caches expire.
         peer = ["peer", "name", "eth0", "address", f"02:00:00:00:00:{number:02x}", "netns", str(host.init)]
         self.on_switch("ip", "link", "add", host.port, "type", "veth", *peer)
         self.on_switch("ip", "link", "set", host.port, "up", "master", "bridge")
@@ -236,21 +236,21 @@ class Network:
         return host
 
     def on_switch(self, *command: str) -> None:
-        """Run a command in the switch's network. Raises RuntimeError where it fails."""
+        """Run a command in the switch's network. Raises RuntimeError if it fails."""
         words = ["nsenter", "--target", str(self.switch.pid), "--net", "--", *command]
         done = subprocess.run(words, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
     def close(self) -> None:
-        """End every host and the switch, with all that runs on them."""
+        """End all hosts with their processes, and the switch."""
         for host in self.hosts.values():
             host.end()
         _end_shell(self.switch)
 
 
 def login_environment() -> dict[str, str]:
-    """Return the environment of a command on a host: nothing of this process's but its Python and its language."""
+    """Return the environment of a command on a host; from this process it keeps only the Python and the locale."""
     return {
         "PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": str(HOME),
@@ -274,14 +274,14 @@ def _boot_shell(name: str, shared: Path, hosts_file: Path) -> subprocess.Popen[b
     for handle, path in enumerate(kept, start=3):
         lines.append(f"mkdir -p '{path}' && mount --no-canonicalize --bind /proc/self/fd/{handle} '{path}'")
         lines.append(f"exec {handle}<&-")
-    # Not `exec cat`: the shell collects the dead of its host, as a process 1 must.
+    # Not `exec cat`: the shell reaps dead processes, as process 1 must.
     lines.append("echo ready; cat; exit")
     spaces = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     return _start_shell([*spaces, "sh", "-e", "-c", "\n".join(lines)])
 
 
 def _start_shell(command: list[str]) -> subprocess.Popen[bytes]:
-    """Start what says "ready" and ends when its standard input closes."""
+    """Start a shell that prints "ready" and ends when its standard input closes."""
     pipe = subprocess.PIPE
     shell = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT)
     assert shell.stdout is not None
@@ -304,7 +304,7 @@ def _end_shell(shell: subprocess.Popen[bytes]) -> None:
 
 
 def carry(first: str, second: str, delay_s: float, loss: float, seed: int) -> None:
-    """Carry frames between two interfaces of the switch, each after `delay_s`, until standard input closes."""
+    """Forward frames between two interfaces of the switch after `delay_s`, until standard input closes."""
     rng = random.Random(seed)
     links = [_packet_socket(first), _packet_socket(second)]
     other_end = {links[0]: links[1], links[1]: links[0]}
@@ -320,7 +320,7 @@ def carry(first: str, second: str, delay_s: float, loss: float, seed: int) -> No
             if link is sys.stdin:
                 return
             frame, sender = link.recvfrom(LARGEST_FRAME)
-            # What we have sent ourselves comes by as well.
+            # Skip the frames that we sent ourselves.
             if sender[2] == socket.PACKET_OUTGOING or rng.random() < loss:
                 continue
             count += 1  # frames of one moment keep their order
@@ -342,7 +342,7 @@ def _packet_socket(interface: str) -> socket.socket:
 
 
 def main(words: Iterable[str]) -> None:
-    """Be the process that carries a slow link's frames; see Host.slow."""
+    """Run the process that forwards a slow link's frames; see Host.slow."""
     first, second, delay_s, loss, seed = words
     carry(first, second, float(delay_s), float(loss), int(seed))
 

@@ -3,7 +3,7 @@ tests/support/nfs.sh.
 
     python -m tests.support.nfs_probes first|second FOLDER      # at the same time, on two clients that mount the folder
 
-Each prints what it has seen, one line a probe. No heavy import: a guest's processor is slow.
+Each client prints one line per probe. It imports nothing heavy, because a guest's processor is slow.
 """
 
 import fcntl
@@ -24,14 +24,14 @@ RENEWALS = 20
 
 
 def meet(folder: Path, me: str, point: str) -> None:
-    """Return when both clients have come to this point."""
+    """Wait until both clients have reached this point."""
     write_atomically(folder / f"{point}-{me}", "")
     unseen, _ = look_for(folder, {f"{point}-first": None, f"{point}-second": None})
     assert not unseen, unseen
 
 
 def until(is_so: Callable[[], bool], patience_s: float = 90.0) -> float:
-    """Return the seconds until something is so."""
+    """Return the seconds until a condition holds."""
     began = time.monotonic()
     while not is_so() and time.monotonic() - began < patience_s:
         time.sleep(0.05)

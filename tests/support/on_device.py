@@ -1,4 +1,4 @@
-"""What the workers of test_on_gpu.py run, on GPUs or, to rehearse it, on CPUs; workers import it by name."""
+"""Worker functions of test_on_gpu.py, for GPUs or, as a rehearsal, CPUs; workers import this module by name."""
 
 import hashlib
 from pathlib import Path
@@ -76,7 +76,7 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def train_save_and_restore(task: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train, save and restore at every ZeRO stage; returns what each worker has seen, by rank."""
+    """Train, save and restore at every ZeRO stage; return each worker's observations by rank."""
     device = join_group(120.0)
     rank = dist.get_rank()
     world = dist.get_world_size()
@@ -123,7 +123,7 @@ def train_save_and_restore(task: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def train_exactly(task: dict[str, Any]) -> dict[str, Any]:
-    """Train twice with `exact_parts` and deterministic kernels; returns the digest of the weights of either."""
+    """Train twice with `exact_parts` and deterministic kernels; return both digests of the weights."""
     device = join_group(120.0)
     torch.use_deterministic_algorithms(True)
     digests = []
@@ -140,6 +140,6 @@ def train_exactly(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_out_of_memory(task: dict[str, Any]) -> None:
-    """Ask the device for more memory than any has."""
+    """Allocate more memory than any device has."""
     device = join_group(120.0)
     torch.empty(1 << 50, dtype=torch.uint8, device=device)

@@ -31,7 +31,7 @@ def make_run(
     ledgers: dict[int, str] | None = None,
     train: str = "train",
 ) -> Path:
-    """Write a run with one stage that has trained `steps` steps in one attempt; return the stage's folder."""
+    """Write a run with one stage, trained for `steps` steps in one attempt; return the stage's folder."""
     recipe = run.parent / f"{run.name}.yaml"
     recipe.parent.mkdir(parents=True, exist_ok=True)
     recipe.write_text(TINY.format(run=run, shards=shards))
@@ -55,9 +55,9 @@ def make_run(
 
 
 def make_restarted_run(run: Path, shards: Path) -> Path:
-    """Write a run that was killed at step 24 and repeated the steps from 17 on; return the stage's folder.
+    """Write a run killed at step 24 and resumed from step 16; return the stage's folder.
 
-    It also has a spike, evaluations, an incident, a bad sample and excluded steps.
+    The run also has a spike, evaluations, an incident, a bad sample and excluded steps.
     """
     folder = make_run(run, shards)
     second = [start(2, 16), report(2, 20, 28, [1.0, 0.75, 0.5, 0.625], "a" * 64)]

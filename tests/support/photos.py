@@ -11,7 +11,7 @@ import models
 
 
 def make_photos(folder: Path) -> Path:
-    """Write three images whose sizes differ from the models' input size, and a file that is not an image."""
+    """Write three images whose sizes differ from the models' input size, and a text file among them."""
     folder.mkdir()
     for number in range(3):
         pixels = np.random.default_rng(number).integers(0, 256, (20 + number, 30, 3), np.uint8)

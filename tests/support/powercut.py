@@ -1,8 +1,10 @@
-"""What a power cut may leave of a recorded run: what was fsynced, and of the rest what the file system likes.
+"""Simulate a power cut during a recorded run: fsynced data survives, any part of the rest may be lost.
 
-The model is the weakest that POSIX allows: data not fsynced since may be there, missing, cut short or zero; a name not
-fsynced in its folder since may be there or not, in any combination and whatever became of the names before it; a
-rename is atomic; a folder without its name is lost with all that is in it.
+This is the weakest guarantee that POSIX allows:
+- data written after the last fsync may be present, missing, truncated or zero;
+- names created after the last fsync of their folder may each exist or not, independently of earlier names;
+- a rename is atomic;
+- a folder without a name is lost with its content.
 """
 
 import os
@@ -28,7 +30,7 @@ class Operation:
 
 
 class Recording:
-    """A trace written by faults.c on top of a folder that was durable before."""
+    """A trace written by faults.c, and the durable content of the folder before it."""
 
     def __init__(self, base: Path, trace: Path, root: str) -> None:
         self.inodes = count(1)
@@ -95,7 +97,7 @@ class Recording:
             operation.durable = min(operation.durable, len(self.lines))
 
     def cut(self, after: int, rng: random.Random) -> dict[str, bytes | None]:
-        """A state that a power cut after so many calls may leave: path → content, None for a folder."""
+        """Return a possible state after a power cut at this call: path → content, None for a folder."""
         folders, files = {k: dict(v) for k, v in self.start[0].items()}, dict(self.start[1])
         likely = rng.choice((0.1, 0.5, 0.9))
         for operation in (operation for line in self.lines[:after] for operation in line):
@@ -115,7 +117,7 @@ class Recording:
 
 
 def torn(data: bytes, rng: random.Random) -> bytes:
-    """All, none or some of the data's sectors (64 bytes here, our files are small), cut short or not."""
+    """Return data with all, none or some of its sectors (64 bytes here: our files are small), perhaps truncated."""
     sectors = [data[at : at + 64] for at in range(0, len(data), 64)]
     kept = b"".join(sector if rng.random() < 0.5 else bytes(len(sector)) for sector in sectors)
     return rng.choice((data, data[: rng.randrange(len(data) + 1)], kept, bytes(len(data))))
@@ -131,7 +133,7 @@ def walk(folders: dict, files: dict, inode: int, path: str, known: dict) -> Iter
 
 
 def build(state: dict[str, bytes | None], folder: Path, store: Path) -> None:
-    """Make the state real; equal files are links to one in `store`."""
+    """Write the state to disk; equal files are links to one file in `store`."""
     folder.mkdir()
     for path, content in state.items():
         if content is None:

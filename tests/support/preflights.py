@@ -1,4 +1,4 @@
-"""What the workers of the preflight tests run; a module of its own, because workers import it by name."""
+"""Worker functions of the preflight tests, in a separate module because workers import it by name."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ from tests.support.savers import with_a_disk_of_its_own
 
 
 def start_task(folder: Path, act: str) -> dict[str, Any]:
-    """What two workers are told, and what a driver has written before."""
+    """Return the task of two workers, after writing the files that a driver writes first."""
     run = folder / "run"
     attempt_folder = run / "stage" / "attempts" / "attempt-000001"
     attempt_folder.mkdir(parents=True)
@@ -36,10 +36,10 @@ def start_task(folder: Path, act: str) -> dict[str, Any]:
 
 
 def be_otherwise(task: dict[str, Any]) -> None:
-    """Make this worker one that does not fit."""
+    """Make this worker differ from the others."""
     act = task["act"]
     if act == "other code":
-        # A checkout of its own, with one more line in one file.
+        # A separate checkout with one additional line in one file.
         for package in identity.PACKAGES:
             shutil.copytree(identity.ROOT / package, Path(task["copy"]) / package)
         with open(Path(task["copy"]) / "data" / "order.py", "a") as file:
@@ -85,7 +85,7 @@ def start(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def choose_backend(task: dict[str, Any]) -> list[str]:
-    """Join as on GPUs at the addresses of the task; return which backend each worker asks for, by rank."""
+    """Join the group as on GPUs, at the addresses of the task; return each worker's chosen backend by rank."""
     rank = int(os.environ["RANK"])
     domain, bus, number = task["addresses"][rank]
     properties = SimpleNamespace(pci_domain_id=domain, pci_bus_id=bus, pci_device_id=number, uuid="")

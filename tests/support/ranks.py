@@ -1,4 +1,4 @@
-"""What the workers of the engine tests run; a module of its own, because workers import it by name."""
+"""Worker functions of the engine tests, in a separate module because workers import it by name."""
 
 import hashlib
 import math
@@ -47,7 +47,7 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def settings_of(
     zero: int, precision: str, micro_batch: int, accumulation: int, clip: float = 1.0, user_file: str | None = None
 ) -> dict[str, Any]:
-    """DeepSpeed's settings as the product makes them, with which ZeRO 3 partitions small parameters too."""
+    """Return Patchline's DeepSpeed settings, changed so that ZeRO 3 partitions small parameters too."""
     settings = deepspeed_config(
         zero=zero,
         precision=precision,
@@ -80,10 +80,10 @@ def steps(
     micro_batch: int = MICRO,
     factor: float = math.nan,
 ) -> list[tuple[float, float, int]]:
-    """(this worker's loss, gradient norm, updates) of every step.
+    """Return (this worker's loss, gradient norm, updates) of every step.
 
-    In the step `poison` the gradient of one micro-batch alone, the last of the last worker, is multiplied by `factor`.
-    Whatever a step comes to, its numbers are those of all workers.
+    In the step `poison` only the gradient of the last worker's last micro-batch is multiplied by `factor`.
+    All workers must always report the same gradient norm and updates.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     accumulation, found = BATCH // micro_batch // world, []
@@ -105,7 +105,7 @@ def steps(
 
 
 def whole_state(engine: Engine) -> dict[str, dict[str, torch.Tensor]]:
-    """Every parameter's master and moments, put together from all workers' fragments; checks that none overlap."""
+    """Assemble every parameter's master and moments from the workers' fragments; check that no fragments overlap."""
     mine = [(f.name, f.start, {k: v.detach().clone() for k, v in f.tensors.items()}) for f in engine.fragments()]
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
@@ -131,7 +131,7 @@ def digest(state: dict[str, dict[str, torch.Tensor]]) -> str:
 
 
 def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
-    """Train, keep the state, train on, restore, look at the average, train again; then one poisoned step."""
+    """Train, save the state, train on, restore, read the average and train again; then take a poisoned step."""
     engine = start(task)
     started: list[str] = []
     sys.addaudithook(lambda event, args: started.append(str(args)) if event == "subprocess.Popen" else None)
@@ -176,7 +176,7 @@ def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def raise_alone(task: dict[str, Any]) -> None:
-    """Worker 1 raises while the model computes with averaged weights, and worker 0 waits for it in a collective."""
+    """Raise on worker 1 while the model computes with averaged weights and worker 0 waits in a collective."""
     engine = start(task)
     steps(engine, 0, 1)
     with engine.averaged():
@@ -186,14 +186,14 @@ def raise_alone(task: dict[str, Any]) -> None:
 
 
 def gradient_of(number: int, elements: int) -> torch.Tensor:
-    """What one micro-batch adds to the mean: a common part and noise of its own, as in a batch, rounded to bf16."""
+    """Return one micro-batch's gradient: a common part plus independent noise, rounded to bf16."""
     common = torch.randn(elements, generator=torch.Generator().manual_seed(1000))
     noise = torch.randn(elements, generator=torch.Generator().manual_seed(number))
     return (common + 4 * noise).to(torch.bfloat16)
 
 
 def error_of_the_mean(task: dict[str, Any]) -> float:
-    """How far the mean gradient that an engine hands its optimizer is from the mean in float64, relative to it."""
+    """Return the relative error of the mean gradient in an engine's optimizer, compared with float64."""
     join_group(60.0)
     world = dist.get_world_size()
     accumulation = task.get("accumulation", 1)
@@ -221,7 +221,7 @@ def error_of_the_mean(task: dict[str, Any]) -> float:
 
 
 def one_step_of_h14(task: dict[str, Any]) -> dict[str, Any]:
-    """One bf16 step of ViT-H/14 on one image a worker, activations recomputed; how far a kernel moved."""
+    """Take one bf16 step of ViT-H/14 with recomputed activations and one image per worker; return a kernel's change."""
     join_group(1800.0)
     settings = deepspeed_config(
         zero=task["zero"], precision="bf16", micro_batch=1, accumulation=1, clip=1.0, user_file=None
@@ -243,7 +243,7 @@ def one_step_of_h14(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
-    """Three steps and a checkpoint, or what such a checkpoint holds; then three steps more."""
+    """Take three steps and save a checkpoint, or load one; then take three more steps."""
     engine = start(task)
     folder, found = Path(task["folder"]), None
     if task["save"]:
@@ -269,7 +269,7 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_exactly(task: dict[str, Any]) -> list[dict[str, Any]]:
-    """For every case six steps with micro-batches of one sample and a poisoned step among them."""
+    """Take six steps for every case, with micro-batches of one sample; one of the steps is poisoned."""
     found = []
     for case in task["cases"]:
         engine = start({**case, "micro_batch": 1})
@@ -290,7 +290,7 @@ def train_exactly(task: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def hear_of_rank_0(task: dict[str, Any]) -> list[list[str]]:
-    """What each rank hears of rank 0's work alone: that it is done, that it failed, that rank 1 wants to stop."""
+    """Return what each rank learns during work of rank 0 only: success, failure, or a stop request on rank 1."""
     device = join_group(60.0)
     phases = Phases(Path(task["folder"]), dist.get_rank(), 600.0)
     began = time.monotonic()
@@ -322,7 +322,7 @@ def hear_of_rank_0(task: dict[str, Any]) -> list[list[str]]:
 
 
 def model_of_blocks() -> models.Model:
-    """A small ViT whose head and biases are not zero: every parameter has a gradient from the first step on."""
+    """Return a small ViT with nonzero head and biases, so that every parameter has a gradient from the first step."""
     config = models.config_of("mu/8", 16, CLASSES, depth=3, width=16, mlp=32, heads=2, pool="gap")
     generator = torch.Generator().manual_seed(0)
     model = models.from_config(config, generator)
@@ -338,7 +338,7 @@ def images_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train_blocks(task: dict[str, Any]) -> list[dict[str, Any]]:
-    """For every case three steps of a model of blocks, whose state is written; then another's weights are restored."""
+    """Take three steps of a model of blocks for every case and write its state; then restore other weights."""
     join_group(60.0)
     rank, world = dist.get_rank(), dist.get_world_size()
     accumulation, found = BATCH // MICRO // world, []
@@ -391,7 +391,7 @@ def train_blocks(task: dict[str, Any]) -> list[dict[str, Any]]:
                 "losses": losses,
                 "parameters": len(list(engine.model.parameters())),
                 "averaged": averaged.tolist(),
-                # Compiled kernels round otherwise than those of `other`.
+                # Compiled kernels round differently from those of `other`.
                 "restored": is_given_back
                 and torch.allclose(logits, expected, rtol=0, atol=1e-5 * bool(case["compiled"])),
                 "hooks": hooks,

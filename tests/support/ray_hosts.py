@@ -41,30 +41,30 @@ def readme_lines() -> list[str]:
 
 
 def readme_line(word: str) -> str:
-    """Return the one line of the section that contains the word."""
+    """Return the only command of the section that contains the word."""
     (line,) = (line for line in readme_lines() if word in line)
     return line
 
 
 def in_session(line: str) -> str:
-    """Return a line of the section with the `export` lines that stand before it: every line has a shell of its own."""
+    """Return a command with the section's preceding `export` lines: every command runs in a separate shell."""
     lines = readme_lines()
     exports = [earlier for earlier in lines[: lines.index(line)] if earlier.startswith("export ")]
     return "\n".join([*exports, line])
 
 
 def do_not_say(line: str) -> None:
-    """Stand in for `say` where nobody reads along."""
+    """Discard output; the default for `say`."""
 
 
 class RayHosts:
-    """Hosts of which the first is the head of a Ray cluster and the others are its nodes."""
+    """A Ray cluster of simulated hosts; the first host is the head."""
 
     def __init__(self, shared: Path, names: list[str], say: Callable[[str], None] = do_not_say) -> None:
         self.network = Network(shared)
         self.names = names
-        self.say = say  # told every line that is typed, and where
-        self.token_path: dict[str, str] = {}  # of a command on the head, where the token is not in its home
+        self.say = say  # receives each typed command and its host
+        self.token_path: dict[str, str] = {}  # for commands on the head whose home lacks the token
         try:
             self.start()
         except BaseException:
@@ -88,7 +88,7 @@ class RayHosts:
         return f"{self.head.address}:6379"
 
     def start(self) -> None:
-        """Boot all hosts and start Ray on them, the head first."""
+        """Boot all hosts and start Ray on each, beginning with the head."""
         for name in self.names:
             self.network.boot(name)
         for line in (readme_line("get-auth-token"), readme_line(HEAD_LINE)):
@@ -97,13 +97,13 @@ class RayHosts:
         self._start_nodes(self.names[1:])
 
     def join(self, *names: str, **environment: str) -> None:
-        """Boot hosts, new ones or such as were killed, and join them to the cluster."""
+        """Boot new or killed hosts and join them to the cluster."""
         for name in names:
             self.network.boot(name)
         self._start_nodes(list(names), **environment)
 
     def drain(self, name: str, run: Path, stays_s: int) -> None:
-        """Give notice, as a pool of nodes that may be taken back does, to a host on which a worker of the run is."""
+        """Drain a host with a worker of the run, as a pool of preemptible nodes does."""
         (node_id,) = {record["node_id"] for record in newest_records(run).values() if record["node"] == name}
         self.head.run(
             f"ray drain-node --address {self.address} --node-id {node_id} --reason DRAIN_NODE_REASON_PREEMPTION "
@@ -115,7 +115,7 @@ class RayHosts:
     def _start_nodes(self, names: list[str], **environment: str) -> None:
         token = self.head.run(f"cat {HOME}/.ray/auth_token").strip()
         command = in_session(readme_line(NODE_LINE)).replace("HEAD", self.head.name)
-        # Ray gives its own start 30 s, which a busy machine may take; a unit of systemd would run it again.
+        # Ray limits its start to 30 s, which a busy machine may exceed; a systemd unit would retry it.
         again = " || ".join([command, *[command.splitlines()[-1]] * 2])
         log_file = self.network.shared / "nodes.log"
         with log_file.open("w") as log:
@@ -139,7 +139,7 @@ class RayHosts:
 
 
 class SupervisedHosts(RayHosts):
-    """Hosts that keep a Ray cluster and a campaign alive by themselves, with the units of deploy/systemd.
+    """Hosts whose deploy/systemd units keep a Ray cluster and a campaign alive.
 
     Each host, when it is booted, starts its units (tests/support/supervisor.py): the first the head and the driver, the
     others a node each. From then on nobody types anything: tests cut, mend, kill and boot.
@@ -170,7 +170,7 @@ class SupervisedHosts(RayHosts):
                 self._start_unit(name, "patchline-node.service", environment)
 
     def stop_driver(self) -> None:
-        """Tell the driver's unit to stop, as `systemctl stop` does; the process here has only entered the host."""
+        """Stop the driver's unit as `systemctl stop` does; the process here has only entered the host."""
         assert self.driver is not None
         for process in psutil.Process(self.driver.pid).children():
             process.terminate()
@@ -185,7 +185,7 @@ class SupervisedHosts(RayHosts):
 
 
 class Driver:
-    """A running `python -m jobs run` on the head of a cluster, and what it has printed."""
+    """A running `python -m jobs run` on the head of a cluster, with its output."""
 
     def __init__(self, cluster: RayHosts, words: list[str], run: Path) -> None:
         self.cluster = cluster
@@ -200,7 +200,7 @@ class Driver:
         return self.log.read_text()
 
     def wait(self, timeout_s: float) -> int:
-        """Return the exit code. Raises TimeoutError, with what was printed."""
+        """Wait for the exit code and return it. Raises TimeoutError with the output."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -212,7 +212,7 @@ class Driver:
             process.terminate()
 
     def until(self, claim: Callable[[], bool], timeout_s: float) -> float:
-        """Wait until a claim about the run is true; return the seconds. Raises TimeoutError, or where the run ends."""
+        """Wait until a claim about the run is true; return the seconds. Raises an error on timeout or early exit."""
         began = time.monotonic()
         while not claim():
             if time.monotonic() - began > timeout_s:
@@ -224,7 +224,7 @@ class Driver:
 
 
 def newest_records(run: Path) -> dict[int, dict[str, Any]]:
-    """Return what each rank of pretraining's newest attempt has left, as far as it has started."""
+    """Return the records of the started ranks of pretraining's newest attempt."""
     folders = sorted(run.glob("pretrain-*/attempts/attempt-*"))
     records = {}
     for path in sorted(folders[-1].glob("rank-*.json")):
@@ -239,13 +239,13 @@ def newest_nodes(run: Path) -> dict[int, str]:
 
 
 def a_worker_host(driver: Driver, rng: random.Random) -> str:
-    """Return a host with a worker that is not the head."""
+    """Return a host, other than the head, on which a worker runs."""
     head = driver.cluster.names[0]
     return rng.choice(sorted(node for node in newest_nodes(driver.run).values() if node != head))
 
 
 def has_reported(run: Path, step: int) -> Callable[[], bool]:
-    """Return the claim that some attempt of the run has reported the step."""
+    """Return a function that tells whether any attempt of the run has reported the step."""
 
     def look() -> bool:
         return any(record["step"] >= step for folder in run.glob("pretrain-*") for record in read_metrics(folder))
@@ -254,6 +254,6 @@ def has_reported(run: Path, step: int) -> Callable[[], bool]:
 
 
 def is_saving(run: Path, step: int | None = None) -> Callable[[], bool]:
-    """Return the claim that the save of this step, or of any, has begun and is not yet committed."""
+    """Return a function that tells whether a save of this step, or of any step, has begun but is not committed."""
     number = "*" if step is None else f"{step:010d}"
     return lambda: any(run.glob(f"pretrain-*/checkpoints/.tmp-{number}-*"))

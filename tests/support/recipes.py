@@ -1,6 +1,6 @@
-"""The two campaigns that many tests run: every stage in seconds, and a pretraining alone for the fault tests."""
+"""The two campaigns of many tests: all stages in seconds, and only pretraining for the fault tests."""
 
-# All stages, on shards that are there (the fixture `shards`): TINY.format(run=folder / "run", shards=shards).
+# All stages, on existing shards (the fixture `shards`): TINY.format(run=folder / "run", shards=shards).
 TINY = """
 run: {run}
 cluster: {{workers: 2, backend: processes, backoff_s: 0}}

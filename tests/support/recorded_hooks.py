@@ -1,4 +1,4 @@
-"""Hooks that workers load by name in test_hooks.py: one notes each call, one has samples without weight."""
+"""Hooks that workers load by name in test_hooks.py: one records each call, one sets samples' weights to zero."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from pipeline.training_config import TrainConfig
 
 @dataclass(frozen=True)
 class RecorderConfig(TrainConfig):
-    """Adds a key."""
+    """Adds the recorder's key to the config."""
 
     notes: str = ""  # file that the calls are noted in
 
@@ -23,7 +23,7 @@ class RecorderConfig(TrainConfig):
 
 
 class Recorder(Hook):
-    """Notes each call with its step; ends the stage at `over` and exports the weights of `best`."""
+    """Records each call with its step; ends the stage at `over` and exports the weights of `best`."""
 
     Config = RecorderConfig
 
@@ -63,7 +63,7 @@ class Recorder(Hook):
 
 
 class NoWeight(Hook):
-    """Has no sample of a shard weigh anything."""
+    """Sets the weight of all samples of one shard to zero."""
 
     def __init__(self, cfg: TrainConfig, job: Any, shard: int) -> None:
         super().__init__(cfg, job)
@@ -74,5 +74,5 @@ class NoWeight(Hook):
 
 
 def calls_of(path: Path, rank: int) -> list[list[Any]]:
-    """Return the calls that a rank has noted."""
+    """Return the recorded calls of a rank."""
     return [json.loads(line) for line in Path(f"{path}-{rank}").read_text().splitlines()]

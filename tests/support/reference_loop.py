@@ -1,8 +1,8 @@
-"""Training, evaluation and the few-shot probe once more, in plain torch and NumPy, after docs/design/SPEC.md.
+"""An independent implementation of training, evaluation and few-shot probe in torch and NumPy, after SPEC.md.
 
-It shares no line with `pipeline/`: test_reference_loop.py holds the product against it. Only the network is the
-product's, and it is held to the original's arrays by tests of its own. Everything runs in float32 or in float64: how
-far the two are apart is the noise that a correct float32 run may have.
+It shares no code with `pipeline/`; test_reference_loop.py compares Patchline with it. Only the network is Patchline's,
+and separate tests compare it with the original's arrays. Everything runs in float32 or float64: their difference is
+the noise of a correct float32 run. The specification is docs/design/SPEC.md.
 
 In:  a network, a Plan, and for every step its micro-batches: rows of a pool of images
 Out: Trained: the loss and gradient norm of every step, the weights at the end, and their Polyak average
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 # b samples of a micro-batch, C classes, N samples, D features
 
-# big_vision decays `*/kernel` alone (SPEC 2.2); these are the kernels of a plain ViT under our names.
+# big_vision decays only `*/kernel` (SPEC 2.2); these are the kernels of a plain ViT under our names.
 KERNELS = re.compile(r"(embedding|qkv|out|up|down|pre_logits|head)\.weight")
 BIAS_FEATURE = 100.0  # SPEC 4.4
 
@@ -29,7 +29,7 @@ MicroBatches = Sequence[np.ndarray]  # rows of the pool, one array for each micr
 
 @dataclass(frozen=True)
 class Plan:
-    """What a stage trains with; the meanings are those of SPEC 2."""
+    """Training settings of a stage, as defined in SPEC 2."""
 
     steps: int
     rate: float  # the peak
@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run leaves behind."""
+    """The results of a training run."""
 
     losses: list[float]  # of every step: the mean over the batch, before the update
     norms: list[float]  # of every step: of the mean gradient, before clipping
@@ -58,7 +58,7 @@ class Trained:
 
 
 def rate_of(plan: Plan, step: int) -> float:
-    """The rate of an update, counted from 0 (SPEC 2.2, 2.3)."""
+    """Return the learning rate of an update, counted from 0 (SPEC 2.2, 2.3)."""
     share_done = max(0.0, (step - plan.warmup_steps) / (plan.steps - plan.warmup_steps))
     if plan.decay == "cosine":
         rate = plan.rate * (1 + math.cos(math.pi * share_done)) / 2
@@ -70,12 +70,12 @@ def rate_of(plan: Plan, step: int) -> float:
 
 
 def pixels_of(images: np.ndarray, kind: torch.dtype) -> Tensor:
-    """(b, S, S, 3) uint8 to (b, 3, S, S) in [−1, 1] (SPEC 2.5)."""
+    """Convert (b, S, S, 3) uint8 to (b, 3, S, S) in [−1, 1] (SPEC 2.5)."""
     return (torch.from_numpy(images).to(kind) / 127.5 - 1).permute(0, 3, 1, 2)
 
 
 def targets_of(labels: np.ndarray, classes: int, smoothing: float, kind: torch.dtype) -> Tensor:
-    """(b,) to (b, C): t·(1 − s) + s/C."""
+    """Convert labels (b,) to smoothed targets (b, C): t·(1 − s) + s/C."""
     targets = torch.full((len(labels), classes), smoothing / classes, dtype=kind)
     for row, label in enumerate(labels):
         targets[row, label] += 1 - smoothing
@@ -83,20 +83,20 @@ def targets_of(labels: np.ndarray, classes: int, smoothing: float, kind: torch.d
 
 
 def share_of(plan: Plan, step: int) -> float:
-    """The larger share of a step's blends (SPEC 2.6); its stream is NumPy's PCG64, seeded by (seed, step)."""
+    """Return the larger mixup share of a step (SPEC 2.6), drawn from NumPy's PCG64 with the seed (seed, step)."""
     generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((plan.seed, step))))
     share = generator.beta(plan.mixup, plan.mixup)
     return max(share, 1 - share)
 
 
 def blended(rows: Tensor, share: float) -> Tensor:
-    """Every row with the one before it; the first with the last."""
+    """Blend every row with the previous one, and the first with the last."""
     partners = [number - 1 for number in range(len(rows))]
     return share * rows + (1 - share) * rows[partners]
 
 
 def loss_of(logits: Tensor, targets: Tensor, loss: str) -> Tensor:
-    """Summed over samples and classes."""
+    """Return the loss summed over samples and classes."""
     if loss == "softmax":
         return (targets * (torch.logsumexp(logits, 1, keepdim=True) - logits)).sum()
     softplus = torch.nn.functional.softplus
@@ -112,7 +112,7 @@ def gradient_of(
     labels: np.ndarray,
     kind: torch.dtype,
 ) -> tuple[float, dict[str, Tensor]]:
-    """The mean loss of a batch and its gradient, added up over the micro-batches in `kind`."""
+    """Return the mean loss of a batch and its gradient, summed over the micro-batches in `kind`."""
     compute = next(network.parameters()).dtype
     samples = sum(len(rows) for rows in batch)
     total_loss = 0.0
@@ -142,7 +142,7 @@ def train(
     labels: np.ndarray,
     kind: torch.dtype,
 ) -> Trained:
-    """Train a copy of the network with masters and moments of `kind`. Dropout is off: there is none in these plans."""
+    """Train a copy of the network with masters and moments of `kind`; without dropout, which no plan uses."""
     network = deepcopy(start).to(torch.bfloat16 if plan.bf16 else kind).train()
     masters = {name: p.detach().to(kind).clone() for name, p in start.named_parameters()}
     moments: dict[str, tuple[Tensor, Tensor]] = {}
@@ -170,7 +170,7 @@ def train(
 def update(
     master: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], plan: Plan, step: int, is_kernel: bool
 ) -> None:
-    """One update of one parameter, in place: Adam with decoupled decay, or SGD with momentum (SPEC 2.2, 2.4)."""
+    """Update one parameter in place: Adam with decoupled decay, or SGD with momentum (SPEC 2.2, 2.4)."""
     first, second = moments
     rate = rate_of(plan, step)
     if plan.optimizer == "sgd":
@@ -189,14 +189,14 @@ def update(
 
 
 def central_crop(images: np.ndarray, size: int) -> np.ndarray:
-    """(N, H, W, 3) to the middle `size` × `size` (SPEC 2.5)."""
+    """Crop (N, H, W, 3) to the central `size` × `size` (SPEC 2.5)."""
     top = (images.shape[1] - size) // 2
     left = (images.shape[2] - size) // 2
     return images[:, top : top + size, left : left + size]
 
 
 def outputs_of(network: nn.Module, weights: dict[str, Tensor], images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Features (N, D) and logits (N, C) of images of the network's size, dropout off, in the dtype of the weights."""
+    """Return features (N, D) and logits (N, C) of images, without dropout, in the weights' dtype."""
     kind = next(iter(weights.values())).dtype
     judge = deepcopy(network).to(kind).eval()
     with torch.no_grad():
@@ -207,7 +207,7 @@ def outputs_of(network: nn.Module, weights: dict[str, Tensor], images: np.ndarra
 
 
 def share_right(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Top-1 accuracy over all rows, each counted once."""
+    """Return the top-1 accuracy over all rows."""
     right = 0
     for row, label in zip(scores, labels, strict=True):
         right += int(np.argmax(row) == label)
@@ -215,7 +215,7 @@ def share_right(scores: np.ndarray, labels: np.ndarray) -> float:
 
 
 def near_ties(scores: np.ndarray, noise: float) -> int:
-    """How many rows have their two largest scores so near each other that noise in both may swap them."""
+    """Count the rows whose two largest scores are so close that noise may swap them."""
     ordered = np.sort(scores, axis=1)
     return int((ordered[:, -1] - ordered[:, -2] <= 2 * noise).sum())
 
@@ -223,7 +223,7 @@ def near_ties(scores: np.ndarray, noise: float) -> int:
 def probe_scores(
     train: tuple[np.ndarray, np.ndarray], test_features: np.ndarray, shots: int, seed: int, l2: float = 1024.0
 ) -> np.ndarray:
-    """Scores (N, C) of the ridge regression of SPEC 4 on the test rows; `train` is features (N, D), labels (N,)."""
+    """Return ridge regression scores (N, C) of the test rows (SPEC 4); `train` is features (N, D), labels (N,)."""
     features = train[0].astype(np.float64)
     labels = train[1]
     generator = np.random.default_rng(seed)

@@ -1,7 +1,7 @@
-"""How test_reference_loop.py runs the product: its sets, its cases, and what the workers do.
+"""Data sets, cases and worker functions with which test_reference_loop.py runs Patchline.
 
-A module of its own, because workers import it by name. Nothing of the product is replaced: shards, order, loader,
-engine, evaluation and probe are real. Training crops nothing, so that a sample's pixels are those that were packed.
+This is a separate module because workers import it by name. No part is mocked: shards, order, loader, engine,
+evaluation and probe are real. Training does not crop, so that the model sees exactly the packed pixels.
 """
 
 import json
@@ -32,11 +32,12 @@ from pipeline.worker import Job
 from tests.support.reference_loop import Plan
 
 CLASSES = 5
-SIZE = 16  # px: of a training image, and of what is left of the others
+SIZE = 16  # px: side of training images, and of the others after their crop
 MODEL = {"name": "mu/8", "image_size": SIZE, "classes": CLASSES, "width": 16, "depth": 2, "mlp": 32, "heads": 2}
 SHARD_SAMPLES = 20
-SAMPLES = {"train": 60, "shots": 41, "test": 37}  # of the sets; the last two fill no batch and no worker evenly
-PREPROCESS = f"central_crop({SIZE})"  # of the sets "shots" and "test", whose images are larger
+# The last two sets divide evenly among neither batches nor workers.
+SAMPLES = {"train": 60, "shots": 41, "test": 37}
+PREPROCESS = f"central_crop({SIZE})"  # for the larger images of the sets "shots" and "test"
 PROBE = {"shots": (1, 3), "seeds": (0, 1)}
 TIMEOUT_S = 321.0
 
@@ -45,16 +46,16 @@ Images = tuple[np.ndarray, np.ndarray]  # (N, H, W, 3) uint8 and labels (N,)
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, and what it is trained with that must not change the result."""
+    """A plan, and the training settings that must not change its result."""
 
     plan: Plan
     world: int
     zero: int
     batch_size: int = 16
     micro_batch: int = 4
-    keeps_weights: bool = True  # starts from given weights; else from random ones of the plan's seed
+    keeps_weights: bool = True  # starts from given weights instead of random ones from the plan's seed
     changes: dict[str, Any] = field(default_factory=dict)  # of TrainConfig
-    masked: tuple[tuple[int, int, int, int], ...] = ()  # samples that weigh nothing: since, shard, first, stop
+    masked: tuple[tuple[int, int, int, int], ...] = ()  # samples with weight zero: since, shard, first, stop
 
 
 ADAM = {"steps": 6, "rate": 2e-3, "weight_decay": 0.5, "warmup_steps": 2, "clip": 0.5}
@@ -82,7 +83,7 @@ WITH_DROPOUT = Case(
 
 
 def make_sets(folder: Path) -> dict[str, Images]:
-    """Pack three sets of noisy patterns, one pattern a class; in the larger images it fills the middle alone."""
+    """Pack three sets of noisy patterns, one pattern per class; in larger images it fills only the middle."""
     rng = np.random.default_rng(0)
     patterns = rng.normal(size=(CLASSES, 4, 4, 3)).repeat(4, axis=1).repeat(4, axis=2)
     sets: dict[str, Images] = {}
@@ -107,7 +108,7 @@ def make_sets(folder: Path) -> dict[str, Images]:
 
 
 def given_weights(folder: Path) -> nn.Module:
-    """Write weights to start from, whose head is not zero and whose config has dropout; return their network."""
+    """Write initial weights with a nonzero head and dropout in their config; return their network."""
     generator = torch.Generator().manual_seed(7)
     network = models.from_config(replace(model_config(MODEL), dropout=0.1), generator)
     with torch.no_grad():
@@ -118,7 +119,7 @@ def given_weights(folder: Path) -> nn.Module:
 
 
 def train_config(case: Case, sets: Path, init: Path) -> TrainConfig:
-    """Say in the product's words what a case is."""
+    """Convert a case to Patchline's training config."""
     plan = case.plan
     values: dict[str, Any] = {"model": {**MODEL}, **case.changes}
     if case.keeps_weights:
@@ -160,7 +161,7 @@ def recipe_of(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def task_of(case: Case, name: str, sets: Path, init: Path, run: Path) -> dict[str, Any]:
-    """Return what a worker's `train` is told, as the driver would tell it."""
+    """Return the task of a worker's `train`, as the driver would create it."""
     cfg = train_config(case, sets, init)
     source: ModelConfig | None = models.load_weights(init)[1] if cfg.init else None
     job = Job(
@@ -177,7 +178,7 @@ def task_of(case: Case, name: str, sets: Path, init: Path, run: Path) -> dict[st
         probe_test=str(sets / "test"),
     )
     job.stop_file.parent.mkdir(parents=True)
-    # The claim of the attempt, which a driver makes.
+    # The claim of the attempt, which the driver writes.
     (run / "attempts").mkdir(parents=True, exist_ok=True)
     (run / "attempts" / "000001.json").touch()
     hooks = {"pipeline.extras.replays.spikes:Masking": {"masked": case.masked}} if case.masked else {}
@@ -185,9 +186,9 @@ def task_of(case: Case, name: str, sets: Path, init: Path, run: Path) -> dict[st
 
 
 def train_all(task: dict[str, Any]) -> list[float]:
-    """Run `pipeline.train.train` for one case after the other; return the time-outs of all groups there are then."""
+    """Run `pipeline.train.train` for each case in turn; return the timeouts of all process groups at the end."""
     destroy = dist.destroy_process_group
-    # The next case adopts the group, as a worker of Ray Train adopts the one that Ray made.
+    # The next case adopts the process group, as a worker of Ray Train adopts Ray's.
     dist.destroy_process_group = lambda: None  # type: ignore[assignment]
     for case in task["cases"]:
         train.train(case)
@@ -200,10 +201,10 @@ def train_all(task: dict[str, Any]) -> list[float]:
 
 
 def batches_of(case: Case) -> list[list[np.ndarray]]:
-    """Return, for every step, the rows of the training set in each micro-batch, of one worker after the other.
+    """Return, for every step, the training rows of each micro-batch, worker by worker.
 
-    The order of samples is data/order.py's, which tests/test_data/test_order.py holds; how a batch is cut is
-    written out here.
+    The order of samples comes from data/order.py, which tests/test_data/test_order.py tests; the division of a batch
+    is computed here independently.
     """
     shards = [SHARD_SAMPLES] * (SAMPLES["train"] // SHARD_SAMPLES)
     order = Order(shards, seed=case.plan.seed, batch_size=case.batch_size)
@@ -221,7 +222,7 @@ def batches_of(case: Case) -> list[list[np.ndarray]]:
 
 
 def micro_batches(rows: np.ndarray, case: Case) -> list[np.ndarray]:
-    """Cut the slots of a batch among workers, then among equally many micro-batches; parts differ by one at most."""
+    """Divide a batch's slots among workers, then among micro-batches; sizes of parts differ by at most one."""
     largest_share = -(-len(rows) // case.world)
     count = -(-largest_share // case.micro_batch)
     parts = []

@@ -1,19 +1,19 @@
-"""A worker's step on a GPU that is not there, and what its tensors are: `python -m tests.support.rehearsal GUARD STEP`.
+"""Rehearse a worker's GPU step with fake tensors, without a GPU: `python -m tests.support.rehearsal GUARD STEP`.
 
-GUARD is the library made of cuda_guard.cpp; STEP is a `pipeline.extras.plan.memory_traces.StepToTrace` as JSON, with
-the micro-batch beside it. The worker's own code runs with fake tensors on the device "cuda":
+GUARD is the library compiled from cuda_guard.cpp; STEP is a `pipeline.extras.plan.memory_traces.StepToTrace` and the
+micro-batch, as JSON. The real code of the worker runs with fake tensors on the device "cuda":
 
-1. The loader's micro-batches, real ones in pinned memory, are moved ahead on a stream of their own.
-2. Normalise, the model, the loss, and the backward pass in DeepSpeed, which takes the ways that it takes on a GPU.
-3. The norm with what the workers agree on, and the fused AdamW.
+1. Prefetch the loader's micro-batches, which are real tensors in pinned memory, on a separate stream.
+2. Normalise; run the model, the loss and the backward pass in DeepSpeed, on its code paths for GPUs.
+3. Compute the norm and the values that the workers reduce together; update with the fused AdamW.
 
-`Looking` sees every operation. One line of JSON comes out:
+`Looking` observes every operation. The result is one line of JSON:
 
     {"devices": {"forward": {"cuda": 4100}, …}, "mixed": [], "copies": [], "reads": {"update": 5}, "updates": 3,
      "outputs": {"blocks.0": ["bfloat16", 16, 197, 384], …}, "parts": {"STATES": …}, …}
 """
 
-# The library is loaded before torch: torch asks once which devices there are.
+# Load the library before torch: torch looks for devices only once.
 import ctypes
 import json
 import os
@@ -56,49 +56,49 @@ CAPABILITY = (9, 0)  # an H100's
 
 
 class Streams:
-    """Takes the place of a GPU's streams, and notes what a copy on a stream of its own must not lack."""
+    """Replaces a GPU's streams, and records errors of copies on a separate stream."""
 
     def __init__(self) -> None:
-        self.is_aside = False  # whether what is launched now goes to the stream of the copies
-        self.has_waited = True  # whether the computing stream waits for the copies so far
-        self.unrecorded: dict[int, Tensor] = {}  # made on the copies' stream, and never said to be read on another
+        self.is_aside = False  # whether operations are launched on the copy stream now
+        self.has_waited = True  # whether the compute stream has waited for all copies so far
+        self.unrecorded: dict[int, Tensor] = {}  # tensors from the copy stream without `record_stream`
 
     @contextmanager
     def aside(self, stream: object) -> Iterator[None]:
-        """Take the place of `torch.cuda.stream`."""
+        """Replace `torch.cuda.stream`."""
         self.is_aside = True
         yield
         self.is_aside = False
 
     def computing(self, device: object = None) -> SimpleNamespace:
-        """Take the place of `torch.cuda.current_stream`."""
+        """Replace `torch.cuda.current_stream`."""
         return SimpleNamespace(wait_stream=self.wait)
 
     def wait(self, stream: object) -> None:
         self.has_waited = True
 
     def record(self, tensor: Tensor, stream: object) -> None:
-        """Take the place of `Tensor.record_stream`."""
+        """Replace `Tensor.record_stream`."""
         self.unrecorded.pop(id(tensor), None)
 
     def made(self, tensor: Tensor) -> None:
-        """Note a copy on the stream of its own."""
+        """Record a copy on the copy stream."""
         self.has_waited = False
         self.unrecorded[id(tensor)] = tensor
 
 
 class Looking(LiveBytes):
-    """Counts, beside the bytes of the GPU alone, on which devices and of which types the operations' results are."""
+    """Counts the devices and types of the operations' results, in addition to the GPU's bytes."""
 
     def __init__(self, streams: Streams) -> None:
         super().__init__()
         self.streams = streams
         self.devices: dict[str, Counter[str]] = defaultdict(Counter)
         self.dtypes: dict[str, Counter[str]] = defaultdict(Counter)
-        self.mixed: list[str] = []  # operations on tensors of two devices, copies between them excepted
+        self.mixed: list[str] = []  # operations on tensors of two devices, except copies
         self.kernels: Counter[str] = Counter()
-        self.copies: list[str] = []  # to the GPU, that hold up the host: of memory that is not pinned, or as told
-        self.too_early: list[str] = []  # computed before the stream of the copies was waited for
+        self.copies: list[str] = []  # blocking copies to the GPU: from unpinned memory, or not non_blocking
+        self.too_early: list[str] = []  # operations on copied tensors before the compute stream waited
         self.reads: Counter[str] = Counter()  # numbers that the host reads from the GPU, by phase
         self.sums: dict[str, Counter[str]] = defaultdict(Counter)  # types of what collectives send, by their name
 
@@ -154,23 +154,23 @@ def type_of(tensor: Tensor) -> str:
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    """Tell whether a tensor in host memory, a real one or the fake of one, lies in pinned memory."""
+    """Return whether a real or fake tensor in host memory is pinned."""
     if type(tensor) is not Tensor:
         return getattr(tensor, "lies_in_pinned_memory", False)
-    with _disable_current_modes():  # a fake tensor's mode would answer for it
+    with _disable_current_modes():  # a fake tensor mode would answer instead
         return tensor.is_pinned()
 
 
 @dataclass(frozen=True)
 class RehearsedWorker(TracedWorker):
-    """Has the fields that the end of a step needs, too."""
+    """A worker with the additional fields for the end of a step."""
 
     saver: Any = field(default_factory=lambda: SimpleNamespace(written=False))
     stop: Any = field(default_factory=lambda: SimpleNamespace(is_requested=lambda: False))
 
 
 def loaded_batch(cfg: TrainConfig, micro_batch: int, size: tuple[int, int]) -> Batch:
-    """Return a micro-batch as the loader hands it out beside a GPU: real tensors, in pinned memory."""
+    """Return a micro-batch as the loader yields it on a machine with a GPU: real tensors in pinned memory."""
     pixels = copied(torch.zeros(micro_batch, *size, 3, dtype=torch.uint8))
     labels = copied(torch.zeros(micro_batch, cfg.data.max_labels, dtype=torch.int64))
     ids = copied(torch.zeros(micro_batch, 3, dtype=torch.int64))
@@ -180,7 +180,7 @@ def loaded_batch(cfg: TrainConfig, micro_batch: int, size: tuple[int, int]) -> B
 def take_step(
     worker: RehearsedWorker, batches: Iterator[Batch], accumulation: int, enter: Callable[[str], None]
 ) -> None:
-    """Take a step as `pipeline.train` does; `enter` hears where it is."""
+    """Take a training step as `pipeline.train` does; `enter` receives the name of each part as it begins."""
     as_worker = cast(Worker, worker)
     loss_sum = torch.zeros((), device=worker.group.device)
     for number in range(accumulation):
@@ -200,7 +200,7 @@ def take_step(
 
 
 def note_outputs(network: torch.nn.Module, outputs: dict[str, list[Any]]) -> None:
-    """Have every layer note the type and the shape of what comes out of it."""
+    """Make every layer record the type and shape of its output."""
 
     def noting(name: str) -> Callable[..., None]:
         def note(_module: object, _inputs: object, output: Any) -> None:
@@ -214,8 +214,8 @@ def note_outputs(network: torch.nn.Module, outputs: dict[str, list[Any]]) -> Non
 
 
 def rehearse(step: dict[str, Any], micro_batch: int) -> dict[str, Any]:
-    """Take three steps, and describe the last one."""
-    # DeepSpeed asks its accelerator where tensors go; the one for CPUs does not ask for a driver.
+    """Take three steps and return the report of the last one."""
+    # DeepSpeed's accelerator determines the tensors' device; the one for CPUs needs no driver.
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     cfg = config.build(TrainConfig, step["config"], "config")
@@ -230,9 +230,9 @@ def rehearse(step: dict[str, Any], micro_batch: int) -> dict[str, Any]:
         fake_workers(step["world"]),
         patch.object(CPU_Accelerator, "device_name", lambda *_: "cuda:0"),
         patch.object(CPU_Accelerator, "current_device_name", lambda *_: "cuda:0"),
-        # Torch sums bf16 in another way on older GPUs, and asks the driver how old this one is.
+        # Torch sums bf16 differently on older GPUs, and asks the driver for the GPU's generation.
         patch.object(torch.cuda, "get_device_capability", lambda *_: CAPABILITY),
-        # Torch would look for the properties of a real device to choose its kernel.
+        # Torch would read a real device's properties to choose its kernel.
         patch.object(vit, "attend", fused_attention),
         patch.object(torch.cuda, "Stream", lambda *_: None),
         patch.object(torch.cuda, "stream", streams.aside),

@@ -1,4 +1,4 @@
-"""What a driver and its workers are made to suffer, for the fault tests: every function patches the product.
+"""Faults of drivers and workers for the fault tests; every function patches Patchline.
 
 `tests.support.drives.drive` calls the function that a test names. The workers are forks of the driver, so that one
 patch reaches all of them.
@@ -39,12 +39,12 @@ from pipeline.monitoring.watchdog import STOP_FILE, node_folder
 
 
 def write_durably_by(function: Callable[[Path, Any], None]) -> None:
-    """Have all files of a save written by a function, the workers' and the manifest."""
+    """Replace the function that writes all files of a save, including the manifest."""
     folder_storage.write_durably = function
 
 
 def slow_to_delete(more: str = "") -> None:
-    """An old checkpoint takes rank 0 longer to delete than the others wait for it; "deletions" has what was done."""
+    """Make rank 0 delete an old checkpoint more slowly than the others wait; record deletions in "deletions"."""
     delete = shutil.rmtree
 
     def rmtree(path: Path, **options: bool) -> None:
@@ -63,7 +63,7 @@ def slow_to_delete(more: str = "") -> None:
 
 
 def full_disk() -> None:
-    """No checkpoint file can be written."""
+    """Make all writes of checkpoint files fail with a full disk."""
 
     def refuse(path: Path, blob: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -72,7 +72,7 @@ def full_disk() -> None:
 
 
 def full_disk_for_a_while() -> None:
-    """Steps 10 and 15 cannot be saved by worker 1, step 20 not by rank 0's manifest."""
+    """Fail worker 1's saves of steps 10 and 15, and rank 0's manifest of step 20."""
     original = folder_storage.write_durably
 
     def refuse(path: Path, blob: bytes) -> None:
@@ -85,7 +85,7 @@ def full_disk_for_a_while() -> None:
 
 
 def full_disk_at_the_end(step: int, times: int) -> None:
-    """Rank 0 cannot write its file of this step so many times."""
+    """Fail rank 0's write of this step's file this many times."""
     original, left = folder_storage.write_durably, [times]
 
     def refuse(path: Path, blob: bytes) -> None:
@@ -98,14 +98,14 @@ def full_disk_at_the_end(step: int, times: int) -> None:
 
 
 def fates(seed: int) -> dict[str, tuple[str, str]]:
-    """What befalls five saves: (file whose write is hit, how)."""
+    """Return the faults of five saves: (file whose write fails, kind of fault)."""
     rng = random.Random(seed)
     files, hows = ("rank-00000", "rank-00001", "MANIFEST"), ("slow", "before", "amid", "after")
     return {f"{step:010d}": (rng.choice(files), rng.choice(hows)) for step in (5, 10, 20, 25, 35)}
 
 
 def suffering_in_saves(seed: int) -> None:
-    """The rank that writes the file is slow, or is killed, once: before, amid or after the write."""
+    """Slow down or kill, once, the rank that writes the file: before, during or after the write."""
     original, all_fates = folder_storage.write_durably, fates(seed)
 
     def suffer(path: Path, blob: bytes) -> None:
@@ -128,7 +128,7 @@ def suffering_in_saves(seed: int) -> None:
 
 
 def slowly(clock_s: int = 0) -> None:
-    """A step takes 60 ms more, the driver looks every 100 ms whether to stop; and the clock is wrong."""
+    """Slow each step by 60 ms, let the driver check for a stop every 100 ms, and set a wrong clock."""
     now = time.time
     time.time = lambda: now() + clock_s
     worker_group.TICK_S = 0.1
@@ -136,22 +136,22 @@ def slowly(clock_s: int = 0) -> None:
 
 
 def unread_terminal() -> None:
-    """Steps take a while, and stdout and stderr are a pipe that is full and that nobody reads."""
+    """Slow the steps down, and make stdout and stderr a full pipe without a reader."""
     slowly()
     terminal.CLOSE_S = 0.5
-    _, writer = os.pipe()  # the other end stays open as long as this process
+    _, writer = os.pipe()  # the read end stays open as long as this process
     size = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     os.write(writer, b"." * size)
     os.dup2(writer, 1), os.dup2(writer, 2)
 
 
 def hasty_lease() -> None:
-    """The lease is renewed three times a second, and lost after as many misses as ever."""
+    """Renew the lease three times a second; it is lost after the usual number of missed renewals."""
     ownership.PERIOD_S = 0.3
 
 
 def in_no_hurry() -> None:
-    """The first step waits for the file "go" beside the run."""
+    """Hold the first step until the file "go" exists next to the run."""
 
     def wait() -> None:
         while not Path("go").exists():
@@ -161,7 +161,7 @@ def in_no_hurry() -> None:
 
 
 def before(owner: Any, name: str, when: Callable[..., bool], act: Callable[[], Any]) -> None:
-    """`act` comes first in the calls of a method or function for which `when` says so."""
+    """Call `act` before those calls of a method or function for which `when` is true."""
     original = getattr(owner, name)
 
     def wrapped(*args: Any, **more: Any) -> Any:
@@ -173,7 +173,7 @@ def before(owner: Any, name: str, when: Callable[..., bool], act: Callable[[], A
 
 
 def at(attempt: int, steps: int | None = None, rank: int | None = None) -> Callable[..., bool]:
-    """Whether it is this attempt, after so many whole steps and on this rank (None: any); a worker is told first."""
+    """Return a condition on a worker: its attempt, number of complete steps and rank (None: any)."""
 
     def is_there(worker: start.Worker, *args: Any) -> bool:
         whole_steps = worker.health.recent[-1].step if worker.health.recent else 0
@@ -183,7 +183,7 @@ def at(attempt: int, steps: int | None = None, rank: int | None = None) -> Calla
 
 
 def hanging(places: str) -> None:
-    """The first attempt hangs at the first of the places, the second at the second …"""
+    """Make the first attempt hang at the first place, the second attempt at the second place, and so on."""
     attempts = {place: number for number, place in enumerate(places.split(","), 1)}
     before(train, "finish_step", at(attempts.get("reduce", 0), 11, 1), lambda: os.kill(os.getpid(), signal.SIGSTOP))
     before(start, "build_model", lambda *args: args[-1].attempt == attempts.get("build") and on_rank_1(), sleep)
@@ -217,12 +217,12 @@ def sleep() -> None:
 
 
 def killed_amid_a_window() -> None:
-    """Worker 0 of the first attempt is killed in step 18: behind the commit of step 15, amid the steps of a line."""
+    """Kill worker 0 of the first attempt in step 18: after the commit of step 15, between two log lines."""
     before(train, "finish_step", at(1, 17, 0), lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def stopped_in_an_evaluation() -> None:
-    """Every batch that a worker judges adds its rank to the file "judged"; in the third, rank 0 waits for the stop."""
+    """Append a worker's rank to the file "judged" for each evaluated batch; rank 0 waits in its third for the stop."""
     original = features.normalise
     judged = [0]
 
@@ -238,8 +238,8 @@ def stopped_in_an_evaluation() -> None:
 
 
 def without_kernels(more: str = "", *arguments: int) -> None:
-    """All of torch.compile but the kernels, whose C++ takes minutes to build."""
-    # Imported here once for all workers of the driver, which are its forks; each would take a second or two for it.
+    """Use torch.compile without its C++ kernels, which take minutes to build."""
+    # Import once, before the driver forks its workers: the import takes each of them a second or two.
     importlib.import_module("torch._inductor.lowering")
     torch.compile = functools.partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
     if more:
@@ -247,7 +247,7 @@ def without_kernels(more: str = "", *arguments: int) -> None:
 
 
 def driver_killed_before_the_evaluation_of(step: int) -> None:
-    """The driver is killed when a step is committed and its evaluation is about to begin."""
+    """Kill the driver after the commit of a step, when its evaluation is about to begin."""
     driver = os.getpid()
 
     def strike() -> None:
@@ -259,7 +259,7 @@ def driver_killed_before_the_evaluation_of(step: int) -> None:
 
 
 def driver_killed_at_the_end() -> None:
-    """The driver is killed when everything is committed and evaluated, and nothing is handed on yet."""
+    """Kill the driver after the last commit and evaluation, before the export."""
     driver = os.getpid()
 
     def strike() -> None:
@@ -270,12 +270,12 @@ def driver_killed_at_the_end() -> None:
 
 
 def spare_core() -> None:
-    """This machine has cores that no worker uses."""
+    """Pretend that this machine has idle cores."""
     os.sched_getaffinity = lambda pid: set(range(64))  # type: ignore[assignment]
 
 
 def evaluator_dies(how: str = "SIGKILL", times: int = 1) -> None:
-    """The first processes that judge a commit get this signal when they have begun; each leaves a file."""
+    """Send this signal to the first processes that evaluate a commit, after they begin; each leaves a file."""
     spare_core()
 
     def strike() -> None:
@@ -288,7 +288,7 @@ def evaluator_dies(how: str = "SIGKILL", times: int = 1) -> None:
 
 
 def slow_evaluator() -> None:
-    """Whoever judges a commit waits for the file "go" beside the run, and says so in "judging"."""
+    """Hold evaluations of commits until the file "go" exists next to the run; they announce it in "judging"."""
     spare_core()
 
     def wait() -> None:
@@ -300,11 +300,11 @@ def slow_evaluator() -> None:
 
 
 def in_commits(act: Callable[[], None]) -> None:
-    """Whoever evaluates a commit does this before the few-shot probe."""
+    """Run a function in each process that evaluates a commit, before the few-shot probe."""
     row = protocols.PROTOCOLS["fewshot"]
 
     def compute(*args: Any) -> Any:
-        if not dist.is_initialized():  # the workers that train are a group
+        if not dist.is_initialized():  # training workers are in a process group
             act()
         return row.compute(*args)
 
@@ -312,7 +312,7 @@ def in_commits(act: Callable[[], None]) -> None:
 
 
 def no_first_batch() -> None:
-    """Worker 1 waits for its first batch until there is a file "arrived" beside the run; it says so in "waiting"."""
+    """Hold worker 1's first batch until the file "arrived" exists next to the run; it announces this in "waiting"."""
     original = Decoder.run
 
     def run(decoder: Decoder, *args: Any) -> Any:
@@ -325,7 +325,7 @@ def no_first_batch() -> None:
 
 
 def no_batch_behind_a_stretch() -> None:
-    """Worker 1's first batch behind an excluded stretch does not come; it says so in "waiting"."""
+    """Never deliver worker 1's first batch after an excluded stretch; the worker announces it in "waiting"."""
     original = Decoder.run
     loaders = [0]
 
@@ -345,7 +345,7 @@ def no_batch_behind_a_stretch() -> None:
 
 
 def short_of_memory() -> None:
-    """The kernel kills (and counts, in a file that plays /proc/vmstat), torch and Python refuse, CUDA would."""
+    """Simulate lack of memory: an OOM kill (counted in a fake /proc/vmstat), and errors of torch, Python and CUDA."""
     agent.VMSTAT = vmstat = Path("vmstat").absolute()
 
     def killed() -> None:
@@ -362,7 +362,7 @@ def short_of_memory() -> None:
 
 
 def troubled_probe() -> None:
-    """Few-shot: in the first attempt worker 1 is killed, in the second it hangs, from the third on it is slow."""
+    """Few-shot: kill worker 1 in the first attempt, hang it in the second, and slow it down in later ones."""
     original = EvaluationSet.__iter__
 
     def batches(samples: EvaluationSet) -> Iterator[EvaluationBatch]:
@@ -377,7 +377,7 @@ def troubled_probe() -> None:
 
 
 def slow_probe() -> None:
-    """Few-shot: every batch takes a while."""
+    """Few-shot: slow every batch down."""
     original = evaluation.Evaluator.batches
 
     def batches(evaluator: evaluation.Evaluator, index: Any) -> Any:
@@ -389,7 +389,7 @@ def slow_probe() -> None:
 
 
 def poison(steps: range, factor: float = torch.nan) -> None:
-    """The loss of these steps is not a number, or another one."""
+    """Replace the loss of these steps by NaN or another value."""
     original = training_batches.OBJECTIVES["classification"]
 
     def poisoned_loss(worker: start.Worker, step: int, *args: Any) -> torch.Tensor:
@@ -399,7 +399,7 @@ def poison(steps: range, factor: float = torch.nan) -> None:
 
 
 def poisoned_stretch() -> None:
-    """Some steps are not numbers, and a later one has a thousand times the loss."""
+    """Make the losses of some steps NaN, and that of a later step a thousand times as large."""
     poison(range(12, 16))
     poison(range(35, 36), 1000.0)
 
@@ -409,12 +409,12 @@ def poisoned_for_ever() -> None:
 
 
 def hold_saves_until(step: int) -> None:
-    """A save that is in flight is written no sooner than the forward pass of the step that follows this one."""
+    """Delay the writes of a save in flight until the forward pass of the step after this one."""
     may_write = threading.Event()
     write = Saver.write
 
     def write_later(saver: Saver, path: Path, content: memoryview) -> None:
-        # Those that begin before the steps in question, and behind them, are written at once.
+        # Saves that begin before or after these steps are written immediately.
         if step - 5 < saver.manifest.step <= step:
             may_write.wait()
         write(saver, path, content)
@@ -430,7 +430,7 @@ def hold_saves_until(step: int) -> None:
 
 
 def first_of(act: Callable[..., None]) -> None:
-    """Have a worker do this before each micro-batch's forward pass."""
+    """Call a function before the forward pass of each micro-batch."""
     original = training_batches.OBJECTIVES["classification"]
 
     def with_act(worker: start.Worker, step: int, *args: Any) -> torch.Tensor:
@@ -441,7 +441,7 @@ def first_of(act: Callable[..., None]) -> None:
 
 
 def infinite_in_one_micro_batch(step: int) -> None:
-    """The gradient of worker 1's first micro-batch of the step after `step` is infinite."""
+    """Make the gradient of worker 1's first micro-batch infinite in the step after `step`."""
     original = training_batches.OBJECTIVES["classification"]
     seen = []
 
@@ -456,7 +456,7 @@ def infinite_in_one_micro_batch(step: int) -> None:
 
 
 def all_in_one_step(step: int) -> None:
-    """In the step after `step` one worker's gradient is infinite, it alone is told to stop, and a save is written."""
+    """In the step after `step`, make one worker's gradient infinite, request a stop only from it, and save."""
 
     def stop(worker: start.Worker, at_step: int, *args: Any) -> None:
         if at_step == step and worker.group.rank == 1:
@@ -468,16 +468,16 @@ def all_in_one_step(step: int) -> None:
 
 
 def given_up_with_a_save_in_flight() -> None:
-    """The save of step 10 is written no sooner than the third of the steps 13, 14, 15, which are not finite."""
+    """Delay the save of step 10 until step 15, the third of three non-finite steps."""
     poison(range(12, 15))
     hold_saves_until(14)
 
 
 def bad_samples_with_a_save_in_flight() -> None:
-    """The save of step 10 is written no sooner than step 13, in which 12 samples of worker 0 are bad: two too many."""
+    """Delay the save of step 10 until step 13, in which 12 samples of worker 0 are bad, two more than allowed."""
 
     def count_bad(health: Health, batch: Batch) -> int:
-        # Of each of its two micro-batches 6, more than it has: that spares the test thousands of good ones.
+        # 6 bad samples in each of two micro-batches, more than their size: so the test needs no thousands of good ones.
         return 6 if batch.step == 12 and dist.get_rank() == 0 else 0
 
     Health.count_bad = count_bad  # type: ignore[method-assign]
@@ -485,7 +485,7 @@ def bad_samples_with_a_save_in_flight() -> None:
 
 
 def full_log() -> None:
-    """log.txt and metrics.jsonl cannot be written between steps 8 and 16."""
+    """Make writes to log.txt and metrics.jsonl fail between steps 8 and 16."""
     original = os.write
 
     def refuse(handle: int, blob: bytes) -> int:

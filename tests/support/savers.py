@@ -1,6 +1,6 @@
-"""Saves and loads without a run: of all ranks in one process with a fake engine, and of workers with real ones.
+"""Save and load checkpoints without a run: all ranks in one process with a fake engine, or real workers.
 
-A module of its own, because workers import it by name.
+This is a separate module because workers import it by name.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ from pipeline.training_config import SavingConfig
 
 
 def known(name: str, kind: str, start: int, count: int) -> torch.Tensor:
-    """Elements of a made-up state that anybody can compute: 24 random-looking bits each, exact in fp32."""
+    """Return elements of a reproducible artificial state: 24 pseudorandom bits each, exact in fp32."""
     at = torch.arange(start, start + count, dtype=torch.int64) + zlib.crc32(f"{name} {kind}".encode())
     return (at * 2654435761 % 2**24).to(torch.float32) / 2**24
 
@@ -67,7 +67,7 @@ ALONE = SimpleNamespace(
 
 
 def start_from(folder: Path, attempt: int, say: Callable[[str], None]) -> Chosen | None:
-    """What a start of one worker goes on from, after it has read all of it; None where there is nothing."""
+    """Return the checkpoint from which a single worker would resume, after reading it fully; None without one."""
     chosen = None
     real = restore.dist
     restore.dist = ALONE  # type: ignore[assignment]
@@ -85,7 +85,7 @@ def start_from(folder: Path, attempt: int, say: Callable[[str], None]) -> Chosen
 
 
 def pick(folder: Path, attempt: int = 2) -> tuple[int, list[str]]:
-    """The step that a start would load, and what it says on the way."""
+    """Return the step that a start would load, and its log lines."""
     said: list[str] = []
     found = start_from(folder, attempt, said.append)
     assert found is not None
@@ -93,7 +93,7 @@ def pick(folder: Path, attempt: int = 2) -> tuple[int, list[str]]:
 
 
 def reseal(step: Path, **changes: object) -> None:
-    """A manifest that fits what the folder holds now, as somebody with bad intentions would write it."""
+    """Return a manifest that matches the folder's current content, as an attacker would write it."""
     files = {p.name: digest(memoryview(p.read_bytes())) for p in step.iterdir() if p.name != "MANIFEST.json"}
     manifest = replace(json_manifest(step), files=files, **changes)  # type: ignore[arg-type]
     (step / "MANIFEST.json").write_bytes(sealed(manifest))
@@ -106,13 +106,13 @@ def json_manifest(step: Path) -> Manifest:
 
 
 def back(folder: Path, good: Path) -> None:
-    """Put the folder back to what it was."""
+    """Restore the folder's previous content."""
     shutil.rmtree(folder)
     shutil.copytree(good, folder)
 
 
 def damage(how: str, file: Path, rng: random.Random) -> str:
-    """Damage a set of files; returns the name of the file that is bad now."""
+    """Damage one file of a checkpoint; return its name."""
     content = file.read_bytes()
     if how == "cut":
         file.write_bytes(content[: rng.randrange(1, len(content))])
@@ -132,7 +132,7 @@ def damage(how: str, file: Path, rng: random.Random) -> str:
 
 
 class Quiet:
-    """Telemetry that keeps nothing."""
+    """Telemetry that discards everything."""
 
     def log(self, text: str) -> None:
         pass
@@ -144,18 +144,18 @@ class Quiet:
         pass
 
     def enter(self, phase: str, step: int) -> None:
-        """Be the worker's phases too."""
+        """Enter a phase; does nothing."""
 
 
 def saver_of(checkpoints: StageCheckpoints, telemetry: Any = None, keep: int = 1000) -> Saver:
-    """A Saver that says nothing, keeps everything and goes on after any failure, unless told otherwise."""
+    """Return a Saver that logs nothing, prunes nothing and continues after any failure; arguments override this."""
     return Saver(
         checkpoints, telemetry or Quiet(), Quiet(), SavingConfig(keep=keep, keep_every=0, max_failed_saves=1000)
     )
 
 
 class WorkerGroup:
-    """Savers of all ranks in one process, one after the other; `dist` stands in for torch.distributed."""
+    """Savers of all ranks in one process, called one after another; `dist` replaces torch.distributed."""
 
     def __init__(
         self,
@@ -176,14 +176,14 @@ class WorkerGroup:
             all_gather_object=self.gather,
             broadcast_object_list=self.tell,
         )
-        self.told: list[list[str]] = []  # what lay in the folder when the other workers heard of a decision
+        self.told: list[list[str]] = []  # the folder's content when the other workers received a decision
 
     def checkpoints_anew(self) -> StageCheckpoints:
-        """The same checkpoints, as a start sees them."""
+        """Return the same checkpoints as a new start sees them."""
         return StageCheckpoints(self.checkpoints.storage, "stage")
 
     def temporary(self, step: int) -> Path:
-        """Where the files of a save are written."""
+        """Return the temporary folder of a save."""
         return self.run / self.checkpoints.staged_name(manifest(step, self.attempt, self.world))
 
     def tell(self, values: list[Any], src: int) -> None:
@@ -194,7 +194,7 @@ class WorkerGroup:
 
     @contextmanager
     def collectives(self) -> Iterator[None]:
-        """Within the block savers talk to the ranks of this group."""
+        """Connect the savers' collectives to the ranks of this group in the block."""
         before = saving.dist
         saving.dist = self.dist  # type: ignore[attr-defined]
         try:
@@ -217,7 +217,7 @@ class WorkerGroup:
         return committed
 
     def finish_only(self) -> Manifest | None:
-        """As the loop does, which goes on while old checkpoints are deleted."""
+        """Finish the save, but do not wait until old checkpoints are deleted; the training loop does the same."""
         for saver in self.savers[1:]:
             saver.thread = None
         with self.collectives():
@@ -229,7 +229,7 @@ class WorkerGroup:
 
 
 def with_steps(run: Path) -> "WorkerGroup":
-    """A run with committed steps 10 and 20."""
+    """Return a run with committed steps 10 and 20."""
     made = WorkerGroup(run)
     assert made.save(10)
     assert made.save(20)
@@ -255,7 +255,7 @@ def manifest(step: int, attempt: int, world: int, zero: int = 2) -> Manifest:
 
 
 def engine(zero: int, width: int = 24, depth: int = 2) -> Engine:
-    """A small model under DeepSpeed."""
+    """Return a DeepSpeed engine with a small model."""
     config = models.config_of("mu/8", 16, 10, width=width, depth=depth, mlp=40, heads=2)
     model = models.from_config(config, torch.Generator().manual_seed(0))
     settings = deepspeed_config(zero=zero, precision="fp32", micro_batch=2, accumulation=1, clip=1.0, user_file=None)
@@ -263,7 +263,7 @@ def engine(zero: int, width: int = 24, depth: int = 2) -> Engine:
 
 
 def save_known(task: dict[str, Any]) -> None:
-    """Save the known state at every ZeRO stage of this world."""
+    """Save the known state at every ZeRO stage with this world size."""
     join_group(60)
     world = torch.distributed.get_world_size()
     for zero in task["zeros"]:
@@ -277,7 +277,7 @@ def save_known(task: dict[str, Any]) -> None:
 
 
 def load_known(task: dict[str, Any]) -> dict[str, Any]:
-    """Load every checkpoint at every ZeRO stage of this world; says what was not bit-equal."""
+    """Load every checkpoint at every ZeRO stage with this world size; return the tensors with differing bits."""
     join_group(60)
     wrong, elements, loads, outputs = [], set(), 0, set()
     images = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
@@ -309,10 +309,10 @@ def load_known(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_damaged(task: dict[str, Any]) -> list[dict[str, Any]]:
-    """Save steps 10 and 20; then, for every case, damage step 20, and say what the group loads of what is there.
+    """Save steps 10 and 20; for every case, damage step 20 and return what the group loads.
 
-    A case is (ZeRO stage, file in which a bit is flipped); file "" stands for a node on which worker 1 reads all bytes
-    wrong, though the disk has them right.
+    A case is (ZeRO stage, file in which a bit is flipped); file "" stands for a node whose worker 1 reads wrong bytes
+    although those on disk are correct.
     """
     join_group(60)
     rank = torch.distributed.get_rank()
@@ -364,20 +364,20 @@ def load_damaged(task: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_wrong(handle: int, buffers: list[memoryview], offset: int) -> int:
-    """Read as os.preadv does, and flip a bit of it, as bad memory of a node does."""
+    """Read like os.preadv and flip a bit, as faulty memory of a node does."""
     content = bytearray(os.pread(handle, len(buffers[0]), offset))
     content[0] ^= 1
     buffers[0][: len(content)] = content
     return len(content)
 
 
-# ------------------------------------------------------------------------ storage that is not shared
+# ------------------------------------------------------------------------ storage not shared by the workers
 
 CLONE_NEWNS = 0x20000  # man 2 unshare
 
 
 def with_a_disk_of_its_own(folder: str) -> None:
-    """Put this thread, and those that it starts, where another disk lies at `folder`, as on a node of its own."""
+    """Give this thread and its children a separate disk at `folder`, as on another node."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
@@ -385,7 +385,7 @@ def with_a_disk_of_its_own(folder: str) -> None:
 
 
 def save_apart(task: dict[str, Any]) -> str:
-    """Save; worker 1 on a disk that rank 0 does not see. Returns why nothing was committed, "" where it was."""
+    """Save with worker 1 on a disk invisible to rank 0; return why the commit failed, or "" if it succeeded."""
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     run = Path(task["run"])

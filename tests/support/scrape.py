@@ -1,4 +1,4 @@
-"""What Prometheus would scrape from the metrics ports of the connected Ray cluster, and what the dashboard's API says.
+"""Scrape the metrics ports of the connected Ray cluster as Prometheus does, and read the dashboard's API.
 
 scraper = Scraper()
 run_campaign(loaded, watchers=[scraper, "jobs.extras.monitor.gauges:Gauges"])
@@ -19,7 +19,7 @@ from jobs.run.watchers import Watcher
 
 EVERY_S = 0.5
 HOLD_S = 40.0
-EXPORT_EVERY = ("RAY_metrics_report_interval_ms", "1000")  # the variable that Ray's processes read, and its least value
+EXPORT_EVERY = ("RAY_metrics_report_interval_ms", "1000")  # variable of Ray's processes, and its minimum
 SAMPLE = re.compile(r"^(ray_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -27,9 +27,9 @@ LABEL = re.compile(r'(\w+)="([^"]*)"')
 class Scraper(Watcher):
     """Scrapes every node repeatedly, as a watcher of a campaign.
 
-    Ray exports a metric up to EXPORT_EVERY after it was set (without that variable up to 10 s), which is longer than a
-    small stage trains. So the driver is held in the attempt `held_attempt`, whose workers go on, until all metrics in
-    `wanted` were seen, or for HOLD_S.
+    Ray exports a metric with a delay of up to EXPORT_EVERY (10 s without that variable), which is longer than a small
+    stage trains. The scraper therefore holds the driver in the attempt `held_attempt` until it has seen all metrics in
+    `wanted`, for at most HOLD_S; the workers continue.
     """
 
     def __init__(self, wanted: Iterable[str] = (), held_attempt: int = 0) -> None:
@@ -39,7 +39,7 @@ class Scraper(Watcher):
         self.next_look = 0.0
 
     def status(self, message: StatusMessage) -> None:
-        """Scrape now and then; the cluster may be coming or going."""
+        """Scrape periodically; the cluster may be starting or stopping."""
         deadline = time.monotonic() + HOLD_S
         while message.attempt == self.held_attempt and self.wanted - self.seen.keys() and time.monotonic() < deadline:
             self.scrape()
@@ -49,7 +49,7 @@ class Scraper(Watcher):
             self.scrape()
 
     def scrape(self) -> None:
-        """Take the metrics of every node that answers."""
+        """Read the metrics of every responding node."""
         with suppress(OSError, ValueError, KeyError):
             for node in ray.nodes():
                 text = fetch(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics")
@@ -58,7 +58,7 @@ class Scraper(Watcher):
 
 
 def fetch(url: str) -> str:
-    """Return what a port answers to whoever has the cluster's token."""
+    """Return a port's response to a request with the cluster's token."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token_path().read_text().strip()}"})
     with urllib.request.urlopen(request, timeout=5) as answer:
         return answer.read().decode()

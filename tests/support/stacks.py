@@ -26,7 +26,7 @@ Call = tuple[str, str]  # the file, from the root of the checkout, and the funct
 
 
 def our_calls() -> list[Call]:
-    """The calls of our four packages that are under way in this thread, the outermost first."""
+    """Return the active calls of our four packages in this thread, outermost first."""
     calls = []
     for frame, _ in traceback.walk_stack(None):
         path = Path(frame.f_code.co_filename)
@@ -38,30 +38,30 @@ def our_calls() -> list[Call]:
 
 
 def record(folder: Path, event: str) -> None:
-    """Write the calls above the first event of this name; later ones leave no trace."""
+    """Write the call stack of the first event with this name; ignore later ones."""
     file = folder / f"{event}.json"
     if not file.exists():
         file.write_text(json.dumps(our_calls()))
 
 
 def recorded(folder: Path, event: str) -> list[Call]:
-    """The calls above an event; fails where it has not happened."""
+    """Return the recorded call stack of an event. Raises an error if the event did not happen."""
     file = folder / f"{event}.json"
     assert file.exists(), f"no process recorded the event {event}"
     return [(path, name) for path, name in json.loads(file.read_text())]
 
 
 def recording_worker(folder: Path, run_worker: Callable[..., None]) -> Callable[..., None]:
-    """`run_worker` of a forked worker, with what goes on in the worker recorded."""
+    """Wrap `run_worker` of a forked worker so that events in the worker are recorded."""
     rename = storage.rename
 
     def before_forward(module: torch.nn.Module, inputs: object) -> None:
-        # `model(images)`: the outermost module of ours, which DeepSpeed's engine calls.
+        # `model(images)`: our outermost module, which DeepSpeed's engine calls.
         if type(module).__module__.split(".")[0] == "models":
             record(folder, "forward")
 
     def before_rename(source: Path, destination: Path) -> None:
-        # The rename that makes a checkpoint exist.
+        # The rename that commits a checkpoint.
         if destination.name.startswith("step-"):
             record(folder, "commit")
         rename(source, destination)
@@ -75,7 +75,7 @@ def recording_worker(folder: Path, run_worker: Callable[..., None]) -> Callable[
 
 
 def recording_call(folder: Path, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`ThisMachine.call` that records who has the agent start the first workers."""
+    """Wrap `ThisMachine.call` to record the call stack at the start of the first workers."""
 
     def record_and_call(place: object, method: str, *arguments: object) -> Any:
         if method == "start":
@@ -86,14 +86,14 @@ def recording_call(folder: Path, call: Callable[..., Any]) -> Callable[..., Any]
 
 
 def numbered(calls: list[Call]) -> Iterator[str]:
-    """The calls as lines of a map: "1 jobs/__main__.py main"."""
+    """Return the calls as numbered lines: "1 jobs/__main__.py main"."""
     for number, (path, name) in enumerate(calls, 1):
         yield f"{number:2} {path:32} {name}"
 
 
 def record_run(folder: Path, words: list[str]) -> int:
     """Run a recipe in this process and its forks, record the events, and return the command's exit code."""
-    # The fork server is a fork of this process, so that the patches made here reach the workers.
+    # The fork server is a fork of this process, so patches made here also apply in the workers.
     fork_server.ForkServer.launch = launch_by_fork  # type: ignore[method-assign, assignment]
     fork_server.run_worker = recording_worker(folder, fork_server.run_worker)  # type: ignore[assignment]
     ThisMachine.call = recording_call(folder, ThisMachine.call)  # type: ignore[method-assign]

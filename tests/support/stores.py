@@ -1,4 +1,4 @@
-"""Object stores on loopback that speak each protocol, and a proxy before them that can fail."""
+"""Emulated object stores for each protocol on loopback, and a proxy that injects faults."""
 
 import base64
 import http.client
@@ -18,12 +18,12 @@ from data.remote import urls
 
 Files = dict[str, Path]  # key → file
 Fault = int | str | bytes | tuple[int, str] | None
-AT_ONCE = 1 << 16  # bytes that the proxy sends at once
+AT_ONCE = 1 << 16  # bytes per write of the proxy
 
 
 @contextmanager
 def served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[int]:
-    """The port of a server, for as long as it runs."""
+    """Run a server in the block, and yield its port."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -34,15 +34,17 @@ def served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[int]:
 
 
 class Proxy:
-    """Passes HTTP on, byte for byte, except when `fault` says otherwise; counts the GETs of each object.
+    """Forwards HTTP byte for byte unless `fault` returns a fault; counts the GETs of each object.
 
-    `fault` is asked about the path of every read and answers None, an HTTP status, "short" (half of the content, under
-    the length of all of it) or "stall" (no answer for 1.5 s). `fault_of_any` is asked about the method and path of
-    every other request, and may also answer "torn" (the store gets half of the content) or "deaf" (the request is
-    done, and its answer lost). A pair such as (400, "ExpiredToken") is a status and S3's code for it. "whole" answers a
-    read as a store does that ignores ranges: with all of the object. Bytes are the content of an answer with status
-    200, such as an error page.
-    `pace` is told of every few bytes of a read before they are sent, so that it may hold them back.
+    `fault` receives the path of every read and returns None or a fault:
+    - an HTTP status, or a pair of a status and S3's error code, such as (400, "ExpiredToken");
+    - "short": half of the content, under the full content length;
+    - "stall": no response for 1.5 s;
+    - "whole": the complete object, as from a store that ignores ranges;
+    - bytes: the content of a response with status 200, such as an error page.
+    `fault_of_any` receives the method and path of every other request. It may also return "torn" (the store receives
+    half of the content) or "deaf" (the store executes the request, but its response is lost).
+    `pace` is called before every few bytes of a read are sent, so that it can delay them.
     """
 
     def __init__(self) -> None:
@@ -52,11 +54,11 @@ class Proxy:
         self.pace: Callable[[int], object] = lambda piece_bytes: None
         self.gets: list[str] = []
         self.access_key = ""  # S3's, of the last request
-        # A real store looks for the name and writes it in one; moto's threads can look all before one has written.
+        # A real store checks and writes a name atomically; moto's threads could all check before one writes.
         self.one_write_at_a_time = threading.Lock()
 
     def handler(self) -> type[http.server.BaseHTTPRequestHandler]:
-        """The class whose objects answer one request each."""
+        """Return the class of request handlers."""
         proxy = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -100,7 +102,7 @@ class Proxy:
                     self.answer(self.pass_on(body), is_short=fault == "short")
 
             def body(self) -> bytes:
-                # botocore sends the content of a put when it has been told to.
+                # botocore sends a put's content only after "100 Continue".
                 if "Expect" in self.headers:
                     self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                     del self.headers["Expect"]
@@ -146,12 +148,12 @@ class Proxy:
 
 @contextmanager
 def s3(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
-    """moto, behind `AWS_ENDPOINT_URL`."""
+    """Run moto, and point `AWS_ENDPOINT_URL` to it."""
     moto = pytest.importorskip("moto.server")
     server = moto.ThreadedMotoServer(port=0, verbose=False)
     server.start()
     proxy.upstream = server.get_host_and_port()[1]
-    # All of moto's servers in a process have the same buckets: what an earlier one was given goes first.
+    # All moto servers of a process share their buckets, so clear those of earlier servers first.
     reset = http.client.HTTPConnection("127.0.0.1", proxy.upstream)
     reset.request("POST", "/moto-api/reset")
     assert reset.getresponse().status == 200
@@ -172,7 +174,7 @@ def s3(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
 
 @contextmanager
 def gs(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
-    """gcp-storage-emulator, behind `STORAGE_EMULATOR_HOST`."""
+    """Run gcp-storage-emulator, and point `STORAGE_EMULATOR_HOST` to it."""
     emulator = pytest.importorskip("gcp_storage_emulator.server")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
@@ -189,7 +191,7 @@ def gs(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
 
 @contextmanager
 def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
-    """The few answers of Azure's blob service that are needed, behind `AZURE_STORAGE_CONNECTION_STRING`."""
+    """Serve the part of Azure's blob API that the client needs; `AZURE_STORAGE_CONNECTION_STRING` points to it."""
     pytest.importorskip("adlfs")
     contents = {key: path.read_bytes() for key, path in files.items()}
     lock = threading.Lock()
@@ -210,7 +212,7 @@ def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
         def do_PUT(self):
             key = unquote(urlsplit(self.path).path.removeprefix("/account/images/"))
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            # Put Blob of the service: 409 BlobAlreadyExists where `If-None-Match: *` is not met.
+            # Like the real Put Blob: 409 BlobAlreadyExists if `If-None-Match: *` fails.
             with lock:
                 is_refused = self.headers.get("If-None-Match") == "*" and key in contents
                 if not is_refused:
@@ -259,7 +261,7 @@ def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
 
 
 def listing(contents: dict[str, bytes], prefix: str) -> bytes:
-    """Azure's XML list of the blobs whose names begin with a prefix."""
+    """Return Azure's XML listing of the blobs with a prefix."""
     blobs = ""
     for key, content in sorted(contents.items()):
         if key.startswith(prefix):
@@ -272,7 +274,7 @@ def listing(contents: dict[str, bytes], prefix: str) -> bytes:
 
 @contextmanager
 def store(scheme: str, files: Files, proxy: Proxy | None = None) -> Iterator[Proxy]:
-    """A proxy before a store whose bucket `images` holds the files; the environment leads clients to it."""
+    """Run a store with the files in its bucket `images`, and a proxy to which the environment directs clients."""
     proxy = proxy or Proxy()
     start = {"s3": s3, "gs": gs, "az": az}[scheme]
     with served(proxy.handler()) as port, start(proxy, port, files):
@@ -280,7 +282,7 @@ def store(scheme: str, files: Files, proxy: Proxy | None = None) -> Iterator[Pro
 
 
 def objects(bucket: Any, run: str) -> dict[str, bytes]:
-    """What boto3 finds below a run's URL, by name."""
+    """Return the objects under a run's URL by name, read with boto3."""
     prefix = run.removeprefix(f"s3://{bucket.name}/") + "/"
     return {
         entry.key.removeprefix(prefix): entry.get()["Body"].read() for entry in bucket.objects.filter(Prefix=prefix)

@@ -1,15 +1,14 @@
-"""Keeps one unit of deploy/systemd alive on a host that has no systemd, by what the unit itself says.
+"""Run one unit of deploy/systemd on a host without systemd, according to the settings in its file.
 
     python -m tests.support.supervisor patchline-node.service HEAD=h0 RAY_AUTH_TOKEN_PATH=/shared/auth_token
     python -m tests.support.supervisor patchline-driver@small.service RECIPES=/shared RAY_ADDRESS=h0:6379 …
 
-1. ExecStart is run with the variables of deploy/systemd/patchline.env and those that are given, which come in the place
-   of LoadCredential too. The checkout stands where this one does, and RECIPES in the place of /etc/patchline.
-2. When it has ended, ExecStop is run, without a MAINPID, and what is left of its processes is killed, as systemd does
-   with a unit's control group: each has the INVOCATION_ID of this start in its environment.
-3. Restart, RestartPreventExitStatus and RestartSec say whether and when it is started again.
-4. SIGTERM is `systemctl stop`: ExecStop is run with the MAINPID, the command is sent SIGTERM, and its exit code is this
-   one's.
+1. Run ExecStart with the variables of deploy/systemd/patchline.env and of the command line, which also replace
+   LoadCredential. This checkout replaces the installed checkout, and RECIPES replaces /etc/patchline.
+2. When the command ends, run ExecStop without MAINPID and kill the remaining processes, as systemd does with a unit's
+   control group. Each process has the INVOCATION_ID of this start in its environment.
+3. Restart the command according to Restart, RestartPreventExitStatus and RestartSec.
+4. Treat SIGTERM as `systemctl stop`: run ExecStop with MAINPID, send SIGTERM to the command and exit with its code.
 """
 
 import configparser
@@ -32,7 +31,7 @@ FOLDER = ROOT / "deploy" / "systemd"
 
 
 def main(words: list[str]) -> int:
-    """Keep a unit alive until it has ended for good, or is told to; return its last exit code."""
+    """Run a unit, with restarts, until it ends for good or is stopped; return its last exit code."""
     name, *assignments = words
     template, _, instance = name.removesuffix(".service").partition("@")
     unit = configparser.ConfigParser(strict=False, interpolation=None)
@@ -43,7 +42,7 @@ def main(words: list[str]) -> int:
     for assignment in [*(line for line in lines if not line.startswith("#")), *assignments]:
         key, _, value = assignment.partition("=")
         variables[key] = value
-    # Of what the unit sets, its own name; the rest is systemd's.
+    # Set only the variable with the unit's name; systemd sets the others.
     key, _, value = service["Environment"].partition("=")
     if value == "%n":
         variables[key] = name
@@ -88,9 +87,9 @@ def main(words: list[str]) -> int:
 
 
 def kill_rest(invocation: str) -> None:
-    """Kill every process that a start has left."""
+    """Kill all remaining processes of a start."""
     for process in psutil.process_iter():
-        # One may end meanwhile, and of the kernel's own there is no environment.
+        # A process may end meanwhile, and kernel threads have no environment.
         with suppress(psutil.Error, OSError):
             if process.environ().get("INVOCATION_ID") == invocation:
                 process.kill()

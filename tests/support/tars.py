@@ -1,4 +1,4 @@
-"""Tars and pictures made by hand, as those of other people would be."""
+"""Handmade tars and images like those of other people."""
 
 import io
 import tarfile
@@ -15,7 +15,7 @@ Members = Iterable[tuple[str, bytes]] | Mapping[str, bytes]
 
 @contextmanager
 def open_tar(file: BinaryIO, format: int = tarfile.PAX_FORMAT) -> Iterator[Callable[..., None]]:
-    """Give the block a function that adds a member to a tar: its name, its bytes, and fields of its header."""
+    """Open a tar and yield a function that adds a member with a name, bytes and header fields."""
     with tarfile.open(fileobj=file, mode="w", format=format) as tar:
 
         def add(name: str, body: bytes = b"", **fields: Any) -> None:
@@ -46,5 +46,5 @@ def write_tar(path: Path, members: Members) -> Path:
 
 
 def picture(value: int, size: int = 8) -> bytes:
-    """Return a grey JPEG of so many pixels a side."""
+    """Return a grey square JPEG with this side in pixels."""
     return cv2.imencode(".jpg", np.full((size, size, 3), value, np.uint8))[1].tobytes()

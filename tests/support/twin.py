@@ -1,7 +1,7 @@
-"""What the workers of test_twin.py run: the product's training, fed with the batches of the original's own run.
+"""Worker functions of test_twin.py: Patchline's training on the batches of the original's run.
 
-A module of its own, because workers import it by name. Only the loader is replaced: it gives the rows that the trace's
-index table names. Engine, model, loss, schedule, clipping, reduction and the loop itself are the product's.
+This is a separate module because workers import it by name. Only the loader is replaced: it yields the rows in the
+trace's index table. Engine, model, loss, schedule, clipping, reduction and the loop are Patchline's.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ PARAMETERS_AFTER = (2, 10, 100)  # steps after which the trace holds the paramet
 
 
 class TraceLoader:
-    """The product's loader's place: iterates the micro-batches of this worker's slots, out of the trace."""
+    """Replaces Patchline's loader: iterates over the micro-batches of this worker's slots in the trace."""
 
     def __init__(
         self, rows_of_steps: np.ndarray, images: np.ndarray, labels: np.ndarray, last_step: int, stop_file: Path
@@ -29,15 +29,15 @@ class TraceLoader:
         self.rows_of_steps = rows_of_steps  # (steps, batch): rows of the pool
         self.images = images  # (rows, S, S, 3) uint8
         self.labels = labels  # (rows,)
-        self.last_step = last_step  # in which the product is asked to stop, by the file that its driver would touch
+        self.last_step = last_step  # during which Patchline finds the file with which its driver requests a stop
         self.stop_file = stop_file
-        self.whole_steps: int | None = None  # after the last micro-batch of a step: how many steps have been given
+        self.whole_steps: int | None = None  # steps yielded so far, after the last micro-batch of each
 
     def __call__(self, *_: object, slots: range, micro_batch: int, start_step: int, **__: object) -> Iterator[Batch]:
         return self.micro_batches(slots, micro_batch, start_step)
 
     def micro_batches(self, slots: range, micro_batch: int, start_step: int) -> Iterator[Batch]:
-        """Batches as `data.loader.TrainLoader` gives them, from `start_step` on."""
+        """Yield batches as `data.loader.TrainLoader` does, from `start_step` on."""
         for step in range(start_step, len(self.rows_of_steps)):
             if step == self.last_step:
                 self.stop_file.touch()
@@ -53,7 +53,7 @@ class TraceLoader:
 
 
 def train_on_trace(task: dict[str, Any]) -> dict[str, Any]:
-    """Run `pipeline.train.train` on the trace of `task["twin"]`; leaves this worker's fragments of the parameters."""
+    """Run `pipeline.train.train` on the trace of `task["twin"]`; save this worker's fragments of the parameters."""
     twin = task["twin"]
     arrays = np.load(twin["arrays"])
     stop_file = Job(**task["job"]).stop_file
@@ -64,7 +64,7 @@ def train_on_trace(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_parameters(loader: TraceLoader, folder: Path) -> None:
-    """Let the engine write what it owns of the masters after the updates that the trace holds parameters of."""
+    """Make the engine write its part of the masters after each update whose parameters are in the trace."""
     for engine_class in (Engine, ExactEngine):
         original = vars(engine_class)["end_micro_batch"]
 

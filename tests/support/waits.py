@@ -1,16 +1,16 @@
-"""Counts the points of a training step at which the host would wait for the device; workers import it by name.
+"""Count the points of a training step at which the host would wait for a GPU; workers import this module by name.
 
-There is no device here. So what a GPU's host does is seen from outside:
-1. reads of a number that the device has computed: `item`, `float`, `bool` (they end in `_local_scalar_dense`),
-   `tolist`, `cpu`, `numpy`, and operations whose result has a shape that depends on values;
-2. copies to the device of what lies in host memory, where they are not `non_blocking`, and tensors that are made on the
-   device from the host's numbers;
-3. `synchronize` of a device, a stream or an event. DeepSpeed takes other ways on a CPU than on a GPU: here its
-   accelerator says what a GPU's does, with streams and events that only count.
+The tests have no GPU, so this module intercepts the operations that would make the host wait:
+1. reads of a number computed on the device: `item`, `float`, `bool` (all call `_local_scalar_dense`), `tolist`, `cpu`,
+   `numpy`, and operations whose output shape depends on values;
+2. copies from host memory to the device without `non_blocking`, and tensors created on the device from the host's
+   numbers;
+3. `synchronize` of a device, a stream or an event. DeepSpeed takes different code paths on a CPU. Here its accelerator
+   therefore answers like a GPU's, with streams and events that only count.
 
-What lies in host memory on a GPU too is marked, and reading it is no wait: tensors that are made without a device, what
-is computed from them alone, the loader's batches, and the step that AdamW counts, which its fused CUDA kernel reads on
-the device. A copy to host memory that is written `to(…)` is not seen: here it is like one to the device.
+Tensors that would be in host memory on a GPU machine too are marked, and reading them does not count: tensors created
+without a device, results computed only from them, the loader's batches, and AdamW's step counter, which its fused CUDA
+kernel reads on the device. Copies to host memory by `to(…)` are missed: here they look like copies to the device.
 """
 
 import traceback
@@ -35,24 +35,24 @@ FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.from_numpy)
 
 
 class Seen(Exception):
-    """Enough steps have been seen: ends the loop without what a stage does at its end."""
+    """Raised after enough steps: ends the loop without the work at a stage's end."""
 
 
 class Waits:
     """Lists, for every step, the places in the code at which the host would have waited."""
 
     def __init__(self, last: int) -> None:
-        self.last = last  # step whose waits are wanted
+        self.last = last  # step whose waits are counted
         self.steps: list[list[str]] = []
 
     def begin_step(self) -> None:
-        """What is noted from now on belongs to the next step."""
+        """Assign all later waits to the next step."""
         if len(self.steps) == self.last:
             raise Seen
         self.steps.append([])
 
     def note(self, kind: str) -> None:
-        """Note that the host waits here, in the innermost function of the product or of DeepSpeed."""
+        """Record a wait of the host in the innermost function of Patchline or DeepSpeed."""
         if not self.steps:
             return
         for frame in reversed(traceback.extract_stack()):
@@ -64,7 +64,7 @@ class Waits:
 
 
 def mark(tensor: Tensor) -> Tensor:
-    """Note of a tensor that it lies in host memory on a GPU too."""
+    """Mark a tensor that would be in host memory on a GPU machine too."""
     tensor.on_host = True  # type: ignore[attr-defined]
     return tensor
 
@@ -74,7 +74,7 @@ def is_marked(value: object) -> bool:
 
 
 class Calls(TorchFunctionMode):
-    """Sees what Python asks of torch."""
+    """Intercepts Python's calls of torch functions."""
 
     def __init__(self, waits: Waits) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Calls(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """Sees what torch does."""
+    """Intercepts torch's operations."""
 
     def __init__(self, waits: Waits) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Operations(TorchDispatchMode):
 
 
 class Stream:
-    """Takes the place of a stream of a GPU."""
+    """Replaces a GPU stream."""
 
     waits: Waits
 
@@ -130,7 +130,7 @@ class Stream:
 
 
 class Event:
-    """Takes the place of an event of a GPU; the device has always come to it."""
+    """Replaces a GPU event that has always completed."""
 
     waits: Waits
 
@@ -144,7 +144,7 @@ class Event:
 
 
 def compute_as_on_a_gpu(waits: Waits) -> None:
-    """Have DeepSpeed take the ways that it takes on a GPU, in this process from now on."""
+    """Make DeepSpeed use its GPU code paths in this process from now on."""
     import_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
@@ -163,7 +163,7 @@ def compute_as_on_a_gpu(waits: Waits) -> None:
 
 @contextmanager
 def seen(waits: Waits) -> Iterator[None]:
-    """Within the block the training loop's waits are noted, step by step."""
+    """Record the training loop's waits in the block, step by step."""
     learning_rate = train.learning_rate
     make = Engine.__init__
     wait_for_first_batch = batches.wait_for_first_batch
@@ -197,7 +197,7 @@ def seen(waits: Waits) -> Iterator[None]:
 
 
 def count(task: dict[str, Any]) -> dict[str, list[str]]:
-    """Train every case for so many steps, and return the waits of the last, which reports and saves nothing."""
+    """Train every case for this many steps; return the waits of the last step, which neither reports nor saves."""
     waits = Waits(task["steps"])
     compute_as_on_a_gpu(waits)
     counted = {}

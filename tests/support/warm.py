@@ -1,4 +1,4 @@
-"""Imports what a fork server imports for its workers; the forkserver of the fault tests is told this name."""
+"""Import the modules that a fork server imports for its workers; the fault tests' forkserver preloads this module."""
 
 from jobs.cluster.fork_server import import_for_workers
 

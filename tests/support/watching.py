@@ -7,7 +7,7 @@ from jobs.run.watchers import Watcher
 
 
 class EachPoll(Watcher):
-    """Calls a function with every status message of an attempt that runs."""
+    """Calls a function with every status message of a running attempt."""
 
     def __init__(self, act: Callable[[StatusMessage], None]) -> None:
         self.act = act

@@ -23,7 +23,7 @@ def equal_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 
 
 def random_model(name="mu/8", image_size=16, classes=5, **config) -> torch.nn.Module:
-    """Every parameter away from its first value, so that a lost one shows."""
+    """Return a model whose parameters all differ from their initial values, so that a lost one is noticed."""
     model = models.build(name, image_size, classes, **{"depth": 2, **config} if "BiT" not in name else config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

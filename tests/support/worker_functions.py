@@ -1,4 +1,4 @@
-"""What the workers of the cluster tests run; a module of its own, because workers import it by name."""
+"""Worker functions of the cluster tests, in a separate module because workers import it by name."""
 
 import ctypes
 import os
@@ -37,9 +37,9 @@ def rank() -> int:
 
 
 def frees_at_once() -> bool:
-    """Whether small pieces that are freed are free for malloc at once: a thread's tcache would set seven aside."""
+    """Return whether malloc can reuse freed small blocks immediately: a thread's tcache would hold back seven."""
     library = ctypes.CDLL(None)
-    if not hasattr(library, "mallinfo2"):  # before glibc 2.33 nobody can tell
+    if not hasattr(library, "mallinfo2"):  # cannot be determined before glibc 2.33
         return True
     library.mallinfo2.restype = MallocInfo
     library.malloc.restype = ctypes.c_void_p
@@ -55,7 +55,7 @@ def frees_at_once() -> bool:
 
 
 def has_compiler(config: dict[str, Any]) -> str:
-    """Whether the worker began with torch's compiler imported, and what of malloc is said in a thread of its own."""
+    """Return whether torch's compiler was already imported, and malloc's behavior in a separate thread."""
     said: list[Any] = []
     thread = threading.Thread(target=lambda: said.extend([keep_freed_memory(), frees_at_once()]))
     thread.start()
@@ -64,7 +64,7 @@ def has_compiler(config: dict[str, Any]) -> str:
 
 
 def add_ranks(config: dict[str, Any]) -> dict[str, Any]:
-    """The sum of all ranks by gloo, and what the worker was told."""
+    """Return the sum of all ranks over gloo, and the worker's task."""
     assert not dist.is_initialized()
     dist.init_process_group("gloo")
     total = torch.tensor([float(rank())])
@@ -83,10 +83,10 @@ def add_ranks(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def commit_until_told(config: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0 commits a step now and then, until all are told to stop or to finish; one worker too many raises."""
+    """Commit steps on rank 0 until told to stop or finish; raise if there are more workers than configured."""
     world = int(os.environ["WORLD_SIZE"])
     if world > config["most"]:
-        # The first error ends all workers: one that is slow to start would never have left its record.
+        # The first error ends all workers, so wait for the records of slow starters.
         deadline = time.monotonic() + 60
         while len(list(Path(config["folder"]).glob("rank-*.json"))) < world and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -103,7 +103,7 @@ def commit_until_told(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait_for_peers(config: dict[str, Any]) -> None:
-    """One rank does as the config says while the others wait for it in a collective."""
+    """Run the configured action on one rank while the others wait for it in a collective."""
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(1))
     if rank() == config["rank"]:
@@ -135,7 +135,7 @@ def sleep_until_told(config: dict[str, Any]) -> str:
 
 
 def meet_and_wait(config: dict[str, Any]) -> None:
-    """Join the process group, say so, and stay in it until told."""
+    """Join the process group, announce it, and stay until told to leave."""
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(1))
     Path(config["ready"] + str(rank())).touch()
@@ -144,14 +144,14 @@ def meet_and_wait(config: dict[str, Any]) -> None:
 
 
 def meet_and_reduce(config: dict[str, Any]) -> None:
-    """As `meet_and_wait`, but always in a collective: whoever loses a peer notices."""
+    """Like `meet_and_wait`, but always in a collective, so that workers notice a lost peer."""
     meet_and_wait({**config, "stop": config["ready"] + str(rank())})
     while not Path(config["stop"]).exists():
         dist.all_reduce(torch.ones(1000))
 
 
 def step_for_ever(config: dict[str, Any]) -> None:
-    """Enter the phases of a step again and again, all together, and say so."""
+    """Enter the phases of a step repeatedly, with all workers together, and report them."""
     phases = Phases(Path(config["folder"]), rank(), 600)
     dist.init_process_group("gloo")
     step = 0
@@ -165,7 +165,7 @@ def step_for_ever(config: dict[str, Any]) -> None:
 
 
 def step_until_told(config: dict[str, Any]) -> dict[str, Any]:
-    """Take steps together until told to finish; say when a step and when the last one has been taken."""
+    """Take steps together until told to finish; report each step and the last one."""
     phases = Phases(Path(config["folder"]), rank(), 600)
     dist.init_process_group("gloo")
     finishing = torch.zeros(1)
@@ -190,14 +190,14 @@ def return_a_path(config: dict[str, Any]) -> Path:
 
 
 class Holder:
-    """An actor that only takes up its place."""
+    """An actor that only occupies its resources."""
 
     def ready(self) -> bool:
         return True
 
 
 def work_apart(config: dict[str, Any]) -> str:
-    """Take steps, of which a log and a phase file tell, in folders that no other node sees, until told to stop."""
+    """Take steps until told to stop, with logs and phase files in folders invisible to other nodes."""
     folder = Path(config["folder"])
     phases = Phases(folder, rank(), 600)
     dist.init_process_group("gloo")
@@ -208,7 +208,7 @@ def work_apart(config: dict[str, Any]) -> str:
         append_whole(folder.parents[1] / "log.txt", f"worker {rank()} at {step}\n".encode())
         time.sleep(0.1)
         step += 1
-        # As in training, rank 0 looks for the file, and all hear of it.
+        # As in training, rank 0 checks for the stop file and informs all.
         stopping[0] = float(rank() == 0 and (node_folder(folder) / STOP_FILE).exists())
         dist.all_reduce(stopping)
     if rank() == config["rank"]:

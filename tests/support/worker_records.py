@@ -1,4 +1,4 @@
-"""What workers have left in the folder of an attempt."""
+"""Read the records of workers from an attempt's folder."""
 
 import json
 from contextlib import suppress
@@ -8,10 +8,10 @@ from jobs.cluster.worker import WorkerRecord, worker_file
 
 
 def records(folder: Path, world: int) -> dict[int, WorkerRecord]:
-    """Return the records that workers have left in the attempt's folder so far, by rank."""
+    """Return the workers' records in the attempt's folder so far, by rank."""
     by_rank = {}
     for rank in range(world):
-        # It is not there yet, or a shared folder stutters.
+        # The file is missing, or temporarily unreadable in a shared folder.
         with suppress(OSError, ValueError):
             by_rank[rank] = json.loads(worker_file(folder, rank, ".json").read_text())
     return by_rank

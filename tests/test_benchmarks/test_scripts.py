@@ -1,6 +1,6 @@
-"""Every script of benchmarks/, and every module of tests/ that no test imports, is imported here.
+"""Every script of benchmarks/, and every module of tests/ that no test imports, can be imported.
 
-Most of them run seldom: by hand, on a GPU, or for hours. A name that was moved should not wait for that to be noticed.
+Most of them run rarely: by hand, on a GPU, or for hours. This test finds their imports of moved names early.
 """
 
 import subprocess
@@ -45,7 +45,7 @@ def test_every_script_can_be_imported() -> None:
 
 
 def test_tests_named_for_mutants_exist() -> None:
-    """The table says which tests run which modules in processes of their own."""
+    """The table lists the tests that run modules in separate processes."""
     for module, tests in mutation.WORKER_TESTS.items():
         assert (ROOT / module).exists(), module
         for name in tests:

@@ -1,4 +1,4 @@
-"""The largest batch is found with few tries, a lack of memory is noticed, and the table holds what was measured."""
+"""The largest batch is found with few tries, out-of-memory errors are detected, and the table has the measurements."""
 
 import csv
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Fixtures of runs in an object store: moto, which speaks S3's protocol on loopback, behind a proxy that can fail."""
+"""Fixtures for runs in an object store: moto serves the S3 protocol on loopback, and a proxy injects faults."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ def server() -> Iterator[Proxy]:
 
 @pytest.fixture
 def proxy(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """The proxy before the store; requests are made again at once, and are given up after a second."""
+    """Run the store with its proxy; requests are retried immediately, and time out after a second."""
     monkeypatch.setattr(bucket_module, "BACKOFF_S", 0.001)
     monkeypatch.setattr(bucket_module, "TIMEOUT_S", 1.0)
     urls._denied_since.clear()
@@ -37,7 +37,7 @@ def proxy(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 @pytest.fixture
 def run(proxy: Proxy, tmp_path: Path) -> str:
-    """A run's URL that no other test has."""
+    """Return a run's URL, unique to this test."""
     return f"s3://{BUCKET}/runs/{tmp_path.name}"
 
 

@@ -1,4 +1,4 @@
-"""Single files in an object store: whole or not there, created once, whatever the store does meanwhile."""
+"""Single files in an object store are complete or absent, and created only once, whatever faults occur."""
 
 import os
 import random
@@ -18,7 +18,7 @@ from data.shards.indexing import remote_tars
 from tests.support.stores import objects, store
 
 BUCKET = "images"
-SCRATCH = Path("/nowhere")  # of a store that is asked for small files alone
+SCRATCH = Path("/nowhere")  # unused: these tests store only small files
 FLAKY = [500, 503, 429, "deaf", "stall"]
 
 
@@ -59,7 +59,7 @@ def test_who_created_a_name_knows_it_though_the_answer_was_lost(run, proxy) -> N
 
 
 def test_a_refusal_that_does_not_name_its_condition_is_one(run, proxy) -> None:
-    """MinIO answers so; the proxy's 412 has no content at all."""
+    """MinIO responds this way; the proxy's 412 has no content at all."""
     assert Bucket(run, SCRATCH).create_once("name", b"mine")
     asked = []
 
@@ -111,7 +111,7 @@ def test_a_store_that_never_answers_is_named_without_secrets(code, message, run,
 
 
 def test_each_request_of_a_listing_is_retried_alone(run, proxy, bucket, monkeypatch) -> None:
-    """Every other request fails: a listing of many requests that are retried together would never succeed."""
+    """Every other request fails: retrying all requests of a listing together would never succeed."""
     prefix = run.removeprefix(f"s3://{BUCKET}/")
     monkeypatch.setattr(bucket_module, "PAGE_OBJECTS", 10)
     for number in range(25):
@@ -230,7 +230,7 @@ def test_a_forked_process_has_a_client_of_its_own(run) -> None:
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_the_other_stores_clients_do_what_a_run_asks_of_them(scheme, proxy, tmp_path) -> None:
-    """And a store that would let two owners commit is refused: Google's emulator takes no notice of conditions."""
+    """A store that would let two owners commit is refused: Google's emulator ignores conditions."""
     urls.forget_credentials()
     with store(scheme, {}):
         folder = Bucket(f"{scheme}://images/run", SCRATCH)

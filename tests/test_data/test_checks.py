@@ -1,4 +1,4 @@
-"""Names, numbers and texts that other people give."""
+"""Checks of names, numbers and texts from users."""
 
 import math
 from types import SimpleNamespace

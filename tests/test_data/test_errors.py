@@ -1,4 +1,4 @@
-"""Exit codes of errors: those of sysexits.h, which the C library knows too."""
+"""Exit codes of errors are those of sysexits.h."""
 
 import os
 

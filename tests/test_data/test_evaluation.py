@@ -1,4 +1,4 @@
-"""A pass over a set: every sample once, at any number of workers, with the same neighbours in its batch."""
+"""A pass over a set has every sample once, and the same batches with any number of workers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The floor: files appear whole, locks end with their process, and storage that lacks either is named with a remedy."""
+"""Files appear complete, locks end with their process, and errors about lesser storage suggest a remedy."""
 
 import errno
 import fcntl
@@ -57,7 +57,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path) -> None:
     ],
 )
 def test_files_of_another_node_are_waited_for(appear_at, sizes, is_patient, unseen, waited, monkeypatch) -> None:
-    """On a machine that has run for ten seconds, whose clock is the test's own."""
+    """Simulates a machine ten seconds after its start, with a fake clock."""
     seconds = [10.0]
 
     def sleep(pause: float) -> None:
@@ -90,7 +90,7 @@ def test_weights_that_the_disk_refuses_are_named_like_any_file(tmp_path) -> None
         write_tensors(path, {"a": torch.zeros(3)}, nullcontext)
 
 
-def test_a_full_disk_is_told_with_the_path_what_was_needed_and_what_is_free(tmp_path, monkeypatch) -> None:
+def test_full_disk_error_names_the_path_the_needed_and_the_free_space(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "fsync", refusing(os.fsync, errno.ENOSPC, lambda *_: True))
     with pytest.raises(OSError) as refused:
         files.write_atomically(tmp_path / "file", b"x" * 2500)
@@ -170,7 +170,7 @@ def test_a_run_directory_that_is_a_file_is_named(tmp_path) -> None:
 
 
 def refusing(call, code: int, refused):
-    """`call`, but with an error of the operating system for the arguments that `refused` picks."""
+    """Wrap `call` so that it raises an OSError for the arguments chosen by `refused`."""
 
     def refuse(*arguments):
         if refused(*arguments):
@@ -222,7 +222,7 @@ def test_storage_without_hard_links_is_named_with_its_path_and_what_to_do(code, 
 
 
 def test_what_nfs_did_and_then_refused_because_the_answer_was_lost_is_done(tmp_path, monkeypatch) -> None:
-    """As the kernel reports a request that the server carried out twice: EEXIST of a link, ENOENT of a rename."""
+    """The kernel reports a request executed twice by the server as EEXIST for a link and ENOENT for a rename."""
     link, rename = os.link, os.rename
 
     def link_again(source, target) -> None:
@@ -268,7 +268,7 @@ for number in range(200):
 
 @pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
 def test_two_processes_of_one_pid_on_shared_storage_create_each_name_once(tmp_path) -> None:
-    """As the first processes of two pods: both are number 1 of their own table of processes."""
+    """As the first processes of two pods: both have pid 1 in their own namespaces."""
     alone = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", CREATE]
     processes = {}
     for name in "ab":
@@ -282,8 +282,8 @@ def test_two_processes_of_one_pid_on_shared_storage_create_each_name_once(tmp_pa
         assert (tmp_path / f"{number}.json").read_text() == "ab"[answers.index(b"True")]
 
 
-def test_a_save_that_was_swept_is_never_published_even_where_its_folder_cannot_be_deleted(tmp_path, monkeypatch):
-    """NFS keeps a folder in which somebody on the same host has a file open."""
+def test_swept_save_is_never_published_even_if_its_folder_cannot_be_deleted(tmp_path, monkeypatch):
+    """NFS keeps a folder while a process on the same host has a file in it open."""
     storage = Folder(tmp_path)
     (tmp_path / "saved").mkdir()
     staged = storage.staging_name("saved", "step-0000000005", 1)
@@ -300,7 +300,7 @@ def test_a_save_that_was_swept_is_never_published_even_where_its_folder_cannot_b
 
 
 def hold(path: Path, is_held) -> None:
-    """Take a lock, say so, and never give it back."""
+    """Take a lock, announce it, and never release it."""
     with files.locked(path):
         is_held.set()
         time.sleep(60)
@@ -337,7 +337,7 @@ def test_a_new_process_finds_the_repository_first_and_keeps_the_folders_of_its_p
 
 
 def test_nobody_replaces_the_import_path_of_a_new_process() -> None:
-    """A machine may have its packages in a folder that PYTHONPATH alone names."""
+    """A machine may have its packages in a folder that is only in PYTHONPATH."""
     root = Path(__file__).parents[2]
     replaced = '"PYTHONPATH": ' + "str("
     for folder in ("data", "models", "pipeline", "jobs", "tests"):
@@ -513,7 +513,7 @@ def test_quota_and_missing_permission_are_explained_by_their_cause(tmp_path):
     assert f"run ls -ld {tmp_path} " in refused
 
 
-def test_user_without_a_home_folder_is_told_to_set_one(monkeypatch):
+def test_error_without_a_home_folder_says_to_set_one(monkeypatch):
     for name in ("HOME", "PATCHLINE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     program = "import os; from data import files; os.setuid(54321)\n{}"

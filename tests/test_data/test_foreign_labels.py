@@ -1,4 +1,4 @@
-"""Labels, keys and class lists as people have them: one reader for every source, and the same answer from all."""
+"""Labels, keys and class lists in users' formats: all sources use the same reader and give the same result."""
 
 import json
 import pickle
@@ -40,7 +40,7 @@ def test_ids_are_read_in_the_forms_that_other_programs_write(raw: bytes, labels:
 @pytest.mark.parametrize(
     "raw", [b"0 1 0", b"0,0,1", b"[0, 1, 0]", b'{"labels": [1, 0, 0]}', b"0.0 1.0 0.0", b"1 1 0 1"]
 )
-def test_vectors_of_zeros_and_ones_are_not_taken_for_ids(raw: bytes) -> None:
+def test_vectors_of_zeros_and_ones_are_not_mistaken_for_ids(raw: bytes) -> None:
     with pytest.raises(NoLabel, match="vector of zeros and ones") as caught:
         parse_labels(raw)
     assert caught.value.reason == ONE_HOT

@@ -1,4 +1,4 @@
-"""The loader gives the same pixels and labels whatever the topology, and replaces what it cannot use."""
+"""The loader yields the same pixels and labels with any topology, and replaces unusable samples."""
 
 import contextlib
 import gc
@@ -52,7 +52,7 @@ def order(index):
 
 
 def run(index, order, *, steps, slots=range(24), micro_batch=24, start_step=0, **options):
-    """All rows of some steps, in slot order: (images, labels, ids)."""
+    """Return all rows of some steps in slot order: (images, labels, ids)."""
     options = {"image_size": 32, "seed": 5} | options
     loader = TrainLoader(index, order, slots=slots, micro_batch=micro_batch, start_step=start_step, **options)
     batches = list(islice(iter(loader), steps * -(-len(slots) // micro_batch)))
@@ -113,7 +113,7 @@ def test_the_speed_of_decoding_is_that_of_the_first_shard_which_is_not_empty(ind
 
 
 class Undone:
-    """A decoding process in this one, which only says which samples it was given."""
+    """A fake decoding process inside this one that only reports its requested samples."""
 
     def __init__(self, decoder, prefetch):
         self.decoder = decoder
@@ -299,7 +299,7 @@ def test_the_float_squash_stays_float(index):
 
 
 def children() -> set[int]:
-    """Ids of this process's children that run `data.decoder`."""
+    """Return the pids of this process's children that run `data.decoder`."""
     pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {int(pid) for pid in pids if runs(pid)}
 
@@ -311,9 +311,9 @@ def runs(pid: str) -> bool:
         return False
 
 
-# In the time-out of a hung process another one must have started, on a machine that others use too.
+# Within the timeout of a hung process another one must start, also on a busy machine.
 @pytest.mark.parametrize(("blow", "timeout_s"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 5.0)])
-def test_a_dead_or_hung_process_is_replaced_and_the_sequence_goes_on(index, order, blow, timeout_s):
+def test_dead_or_hung_process_is_replaced_and_the_sequence_continues(index, order, blow, timeout_s):
     whole = run(index, order, steps=8)
     before = children()
     loader = TrainLoader(
@@ -366,13 +366,13 @@ def test_a_batch_is_not_overwritten_while_a_part_of_it_is_held_and_others_are_no
         del images
     batches.close()
     assert torch.equal(held, whole[0][20:, :, 3:5])
-    # The process of the part that is held has no other place to lend, so that it copies; the second one lends all.
+    # The process of the held part has no other buffer to lend and must copy; the second process lends all its parts.
     assert lent == [number % 2 == 0 and processes == 2 for number in range(11)]
     assert is_shared(held.data_ptr())
 
 
 def test_the_training_loop_is_lent_all_its_batches(index, order, tmp_path):
-    # The waiting for the first batch must not hold it: of its process's two places one would never be free again.
+    # Waiting for the first batch must not hold it: one of its process's two buffers would never be free again.
     loader = TrainLoader(index, order, processes=1, image_size=32, seed=5, slots=range(24), micro_batch=24)
     stop = StopRequest(tmp_path / "stop", reads_file=True)
     worker: Any = SimpleNamespace(group=SimpleNamespace(device=torch.device("cpu")), stop=stop)
@@ -387,7 +387,7 @@ def test_the_training_loop_is_lent_all_its_batches(index, order, tmp_path):
 
 
 def is_shared(address: int) -> bool:
-    """Whether an address lies in memory that is shared with a decoding process, as the kernel says."""
+    """Return whether the kernel maps an address as memory shared with a decoding process."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         low, high = line.split()[0].split("-")
         if int(low, 16) <= address < int(high, 16):
@@ -395,7 +395,7 @@ def is_shared(address: int) -> bool:
     return False
 
 
-def test_processes_end_with_a_loader_that_is_killed(index, order, tmp_path):
+def test_processes_end_with_their_killed_loader(index, order, tmp_path):
     script = (
         "import pickle, sys, time\n"
         "from data.loader import TrainLoader\n"
@@ -431,7 +431,7 @@ def test_a_data_error_in_a_process_reaches_the_loop(index, order):
         run(replace(index, shards=shards), order, steps=2, processes=1)
 
 
-def test_an_error_of_the_system_in_a_process_is_not_taken_for_its_death(index, order):
+def test_system_error_in_a_process_is_not_mistaken_for_its_death(index, order):
     failing = copy(order)
     failing.batch = partial(os.open, "/nonexistent")  # called with a step, which it takes for its flags
     with pytest.raises(FileNotFoundError):
@@ -439,7 +439,7 @@ def test_an_error_of_the_system_in_a_process_is_not_taken_for_its_death(index, o
 
 
 def shared_memory() -> dict[int, int]:
-    """Bytes of the anonymous files that loaders of this process hold open, by inode, as the kernel counts them."""
+    """Return the kernel's size in bytes of each anonymous file that this process's loaders hold open, by inode."""
     gc.collect()
     sizes = {}
     for handle in Path("/proc/self/fd").iterdir():

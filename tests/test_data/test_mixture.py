@@ -1,4 +1,4 @@
-"""Several sets by weight, from the recipe to the last checkpoint: exact counts, one ledger, exact resume."""
+"""Weighted mixtures of sets, from the recipe to the last checkpoint: exact counts, one ledger, exact resume."""
 
 import json
 import shutil
@@ -119,7 +119,7 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
     assert "data.drop: 0 shards match low-3.tar, expected one: a name such as /" in capsys.readouterr().err
     assert main(["run", str(mixed), "pretrain.data.drop=[low-000003.tar]"]) == 0
     said = capsys.readouterr().out
-    assert "data.drop: excluding 1 shards with 50 of 1,442 samples" in said
+    assert "data.drop: excluding 1 shard with 50 of 1,442 samples" in said
     assert "resuming with changed settings" in said
     assert "resumed from step 16" in said
     mended = ids(20)

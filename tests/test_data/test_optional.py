@@ -25,7 +25,7 @@ def test_a_missing_part_is_named_with_what_needs_it(name, missing):
         load_optional(name, "data.decode=gpu")
 
 
-def test_a_library_that_a_part_needs_is_not_taken_for_the_part(tmp_path, monkeypatch):
+def test_missing_library_of_a_part_is_not_mistaken_for_the_part(tmp_path, monkeypatch):
     (tmp_path / "needs_another.py").write_text("import no_such_library")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):

@@ -1,4 +1,4 @@
-"""The order is a pure function of the step; every sample once an epoch, whatever the topology."""
+"""The order is a pure function of the step, with every sample once per epoch, for any topology."""
 
 import struct
 from hashlib import sha256
@@ -222,7 +222,7 @@ def test_groups_that_leave_out_a_shard_or_a_weight_are_refused(groups, weights):
 
 
 def test_each_set_of_a_mixture_follows_its_own_order_and_replaces_from_it():
-    """Written out once more with Python's integers: a seed for each set, and of a slot its number in its set."""
+    """Recomputes the order with Python's integers: a seed for each set, and each slot's number within its set."""
 
     def mixed(x: int) -> int:
         mask = 2**64 - 1
@@ -260,7 +260,7 @@ def test_each_set_of_a_mixture_follows_its_own_order_and_replaces_from_it():
                     assert mixture.replacement(step, slot, attempt) == (epoch, own_shard + start, sample)
                 taken[group] += 1
             assert taken == [order.batch_size for _, order in orders]
-    # Sets of equal sizes are not shuffled alike, nor is one by another seed.
+    # Sets of equal sizes are shuffled differently, and so is one set with another seed.
     drawn = set()
     for seed in (7, 8):
         equal = Mixture([90, 90], groups=[1, 1], weights=[1, 1], seed=seed, batch_size=8)

@@ -1,4 +1,4 @@
-"""Sealed records, cache entries and journals: every flipped bit and every cut is noticed."""
+"""Sealed records, cache entries and journals: every flipped bit and every truncation is detected."""
 
 import hashlib
 import json
@@ -55,7 +55,7 @@ def test_a_journal_keeps_what_was_finished_before_a_torn_line(tmp_path):
         assert list(journal.records) == ["a.tar", "b.tar", "c.tar"]
 
 
-def test_a_journal_of_another_setting_is_begun_anew(tmp_path):
+def test_journal_of_other_settings_is_started_over(tmp_path):
     with Journal(tmp_path / "j", 1) as journal:
         journal.add("a", 1)
     with Journal(tmp_path / "j", 2) as journal:

@@ -1,7 +1,7 @@
-"""Files and checkpoints in an object store: whole or not there, created once, whatever the store does meanwhile.
+"""Files and checkpoints in an object store are complete or absent, and created only once, whatever faults occur.
 
-The store is moto, which speaks S3's protocol on loopback, behind a proxy that can fail; what lies in it is read back by
-boto3, which shares no line with the code under test.
+The store is moto, which serves the S3 protocol on loopback; a proxy in front of it injects faults. The tests read the
+objects back with boto3, which is independent of the code under test.
 """
 
 import json
@@ -39,7 +39,7 @@ from tests.support.contexts import pretrain_context
 from tests.support.stores import objects
 
 BUCKET = "images"
-SCRATCH = Path("/nowhere")  # of a store that is asked for small files alone
+SCRATCH = Path("/nowhere")  # unused: these tests store only small files
 STAGE = "stage"  # the folder of savers.WorkerGroup
 ALONE = SimpleNamespace(  # torch.distributed, of one worker
     get_rank=lambda: 0,
@@ -58,7 +58,7 @@ FLAKY = [500, 503, 429, "deaf", "stall"]
 
 @pytest.fixture
 def group(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> savers.WorkerGroup:
-    """A run with committed steps 10 and 20 of attempt 1, of two workers."""
+    """Return a run of two workers with committed steps 10 and 20 of attempt 1."""
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert claim_attempt(Bucket(run, SCRATCH)) == 1
     made = savers.WorkerGroup(tmp_path / "run", remote=run)
@@ -72,7 +72,7 @@ def committed_steps(run: str) -> list[int]:
 
 
 def start(run: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Chosen | None, list[str]]:
-    """What the next attempt of one worker would load on a machine with an empty disk, and what it says on the way."""
+    """Return what a new single-worker attempt loads on a machine with an empty disk, and its log lines."""
     monkeypatch.setattr(restore, "dist", ALONE)
     shutil.rmtree(scratch, ignore_errors=True)
     said: list[str] = []
@@ -81,7 +81,7 @@ def start(run: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Cho
 
 
 def assert_is_step(chosen: Chosen | None, step: int) -> None:
-    """The state is that of the step, as savers.FakeEngine made it up."""
+    """Assert that the state is savers.FakeEngine's artificial state of the step."""
     assert chosen is not None
     assert chosen.manifest.step == step
     reader = Reader(chosen.folder, chosen.manifest.files)
@@ -123,7 +123,7 @@ def test_a_frozen_owner_that_wakes_up_puts_no_metrics(group, run, tmp_path, monk
 def test_an_owner_frozen_between_its_last_look_and_the_commit_commits_nothing(
     group, run, bucket, tmp_path, monkeypatch
 ) -> None:
-    """The last moment that there is: all files are put and looked at, no newer attempt was claimed."""
+    """At the last moment before the commit, all files are uploaded and checked, and there is no newer claim."""
     create = Bucket.create_once
     starts: list[Any] = []
 
@@ -142,7 +142,7 @@ def test_an_owner_frozen_between_its_last_look_and_the_commit_commits_nothing(
 
 
 def test_an_owner_that_commits_while_the_next_one_starts_is_not_lost(group, run, tmp_path, monkeypatch) -> None:
-    """Between the next one's look at what there is and its sweep, the commit of step 30 is faster."""
+    """The commit of step 30 comes between the new owner's listing and its cleanup."""
     group.begin(30)
     listing = Bucket.files_of_sets
 
@@ -152,7 +152,7 @@ def test_an_owner_that_commits_while_the_next_one_starts_is_not_lost(group, run,
             monkeypatch.setattr(Bucket, "files_of_sets", listing)
             monkeypatch.setattr(
                 stage_checkpoints, "newest_attempt", lambda storage: 1
-            )  # it has looked before the claim
+            )  # it listed the store before the claim
             assert group.finish() is not None
         return listed
 
@@ -184,7 +184,7 @@ def test_of_a_flipped_bit_the_one_before_is_loaded(file, group, run, bucket, tmp
     assert "trying the previous checkpoint" in said[0]
     assert objects(bucket, run)[key(20, file)] == content, "a person may want to look at it"
     assert key(20, REFUSED) in objects(bucket, run)
-    # It is not tried again.
+    # The upload is not retried.
     chosen, said = start(run, tmp_path / "third", monkeypatch)
     assert_is_step(chosen, 10)
     assert said == []
@@ -259,7 +259,7 @@ def test_saves_and_starts_outlast_a_store_that_fails_often(group, run, proxy, tm
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 40)
 
 
-def test_a_store_that_is_away_costs_a_save_and_blames_no_checkpoint(group, run, proxy, tmp_path, monkeypatch) -> None:
+def test_unreachable_store_costs_a_save_and_blames_no_checkpoint(group, run, proxy, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(bucket_module, "ATTEMPTS", 2)
     proxy.fault_of_any = lambda method, path: 503
     made = savers.WorkerGroup(tmp_path / "run", remote=run)
@@ -273,8 +273,8 @@ def test_a_store_that_is_away_costs_a_save_and_blames_no_checkpoint(group, run, 
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 40)
 
 
-def test_where_a_file_cannot_be_put_the_store_is_asked_for_little_else(group, proxy) -> None:
-    """Where the store is gone every question takes a minute, and a run that was told to stop waits for all of them."""
+def test_after_a_failed_upload_few_other_requests_are_sent(group, proxy) -> None:
+    """Without the store every request takes a minute, and a run with a stop request waits for each of them."""
     group.checkpoints.storage.retry.attempts = 10
     asked: list[str] = []
 
@@ -292,10 +292,8 @@ def test_where_a_file_cannot_be_put_the_store_is_asked_for_little_else(group, pr
     assert len(asked) <= 23
 
 
-def test_a_stop_that_a_worker_has_heard_asks_a_store_that_is_gone_for_nothing(
-    group, run, proxy, tmp_path, monkeypatch
-) -> None:
-    stops: list[str] = []  # why the driver is to end
+def test_stop_sends_no_requests_to_a_lost_store(group, run, proxy, tmp_path, monkeypatch) -> None:
+    stops: list[str] = []  # reason for the driver's stop
     asked: list[str] = []
 
     def refuse(method: str, path: str) -> int:
@@ -314,15 +312,13 @@ def test_a_stop_that_a_worker_has_heard_asks_a_store_that_is_gone_for_nothing(
 
 
 def supervise(url: str, run: Path, stops: Sequence[str]) -> None:
-    """Run attempts of a stage whose checkpoints are at `url`; it is to end as soon as there is a stop."""
+    """Run attempts of a stage with checkpoints at `url`; end it as soon as a stop is requested."""
     cluster = ClusterConfig(backend="processes")
     context = pretrain_context(run, cluster, remote=url, stop_requested=lambda: bool(stops))
     supervisor.supervise(print, lambda attempt: {}, context, worlds=(1,), stall_s=60.0)
 
 
-def test_how_a_worker_failed_is_written_down_also_where_the_store_is_gone(
-    group, run, proxy, tmp_path, monkeypatch
-) -> None:
+def test_cause_of_a_worker_failure_is_recorded_even_without_the_store(group, run, proxy, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(bucket_module, "ATTEMPTS", 2)
 
     def fail(*_: Any, **options: Any) -> None:
@@ -383,9 +379,7 @@ def test_of_old_checkpoints_the_milestones_stay_and_two_at_least_are_kept(group,
     assert committed_steps(run) == [50, 40, 20]
 
 
-def test_a_deletion_that_is_interrupted_leaves_no_checkpoint_without_its_files(
-    group, run, bucket, tmp_path, monkeypatch
-) -> None:
+def test_interrupted_deletion_leaves_no_checkpoint_without_its_files(group, run, bucket, tmp_path, monkeypatch) -> None:
     assert group.save(30)
     delete = Bucket.delete
     calls: list[Any] = []
@@ -406,7 +400,7 @@ def test_a_deletion_that_is_interrupted_leaves_no_checkpoint_without_its_files(
     assert left == {key(10, "MANIFEST.json"), key(10, SWEPT)}, "the next attempt clears up"
 
 
-def test_a_start_that_is_not_the_newest_attempt_any_more_touches_nothing(group, run, bucket, tmp_path) -> None:
+def test_start_of_an_outdated_attempt_changes_nothing(group, run, bucket, tmp_path) -> None:
     group.begin(30)
     assert [claim_attempt(Bucket(run, SCRATCH)), claim_attempt(Bucket(run, SCRATCH))] == [2, 3]
     before = objects(bucket, run)
@@ -420,7 +414,7 @@ def test_a_start_that_is_not_the_newest_attempt_any_more_touches_nothing(group, 
 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The local folders of one run on two machines; an owner gives five signs of life a second."""
+    """Return the local folders of one run on two machines; an owner renews its lease five times a second."""
     monkeypatch.setattr(ownership, "PERIOD_S", 0.2)
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
@@ -430,13 +424,13 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 @contextmanager
 def synced(store: Bucket, log: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """A command on a run: it has the lease, and keeps its folder and the store alike."""
+    """Run a command's lease and synchronisation of its folder with the store."""
     with Lease(store, log) as lease, sync.synced(store, lease, log) as put:
         yield put
 
 
 def left_elsewhere(run: str, folder: Path) -> Lease:
-    """The lease of a command on another machine, which renews it no more."""
+    """Write the lease of a command on another machine that no longer renews it."""
     folder.mkdir(exist_ok=True)
     lease = Lease(Bucket(run, folder), print)
     lease.record["machine"] = "another"
@@ -445,7 +439,7 @@ def left_elsewhere(run: str, folder: Path) -> Lease:
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """The small files of a run's local folder, by name."""
+    """Return the small files of a run's local folder by name."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "sync.json"]
     return {str(path.relative_to(folder)): path.read_text() for path in paths}
 
@@ -481,7 +475,7 @@ def test_what_was_not_put_before_a_kill_is_still_there_in_the_same_folder(run, m
     assert said[-1].startswith("taking over the run: no lease renewal")
 
 
-def test_an_owner_that_is_dead_is_followed_and_puts_nothing_when_it_wakes_up(run, machines, bucket) -> None:
+def test_frozen_owner_is_replaced_and_uploads_nothing_when_it_wakes_up(run, machines, bucket) -> None:
     said: list[str] = []
     frozen = left_elsewhere(run, machines[0])
     (machines[0] / "log.txt").write_text("of the frozen one")
@@ -497,7 +491,7 @@ def test_a_reader_leaves_the_folder_of_another_node_of_a_run_that_lives_as_it_is
     with synced(Bucket(run, machines[0]), print) as put:
         (machines[0] / "log.txt").write_text("of the driver\n")
         put()
-        # A worker of the same run, on another node than the driver, has its files there.
+        # A worker on another node than the driver has its files in the run's folder there.
         (machines[1] / "stage" / "checkpoints").mkdir(parents=True)
         (machines[1] / "stage" / "metrics.jsonl").write_text("of this node\n")
         before = files_of(machines[1])
@@ -518,7 +512,7 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
     for path in made.iterdir():
         Bucket(run, SCRATCH).put_file(f"stage/{path.name}", path)
 
-    # A node has a bad copy of the right size, and class names of other weights.
+    # A node has a corrupt copy of the right size, and class names of other weights.
     node = tmp_path / "node"
     (node / "stage").mkdir(parents=True)
     (node / "stage" / "weights.safetensors").write_bytes(b"baad weights")
@@ -613,7 +607,7 @@ def test_status_and_checkpoints_read_a_run_in_a_store(group, run, bucket, tmp_pa
     said = capsys.readouterr().out
     assert f"step-0000000020-000001  DAMAGED: {run}/{key(20, 'rank-00001.safetensors')}: 4 bytes" in said
     assert "step-0000000010-000001  intact" in said
-    # Nothing is deleted in favour of a bad one.
+    # A bad checkpoint must not cause the deletion of a good one.
     assert main(["checkpoints", "prune", run]) == 74
     assert committed_steps(run) == [20, 10]
     assert group.finish()

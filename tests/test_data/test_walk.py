@@ -1,4 +1,4 @@
-"""The walk that all sources of images share: links, loops, hidden files and folders of operating systems."""
+"""The folder walk of all image sources: links, loops, hidden files and system folders."""
 
 import os
 from collections import Counter

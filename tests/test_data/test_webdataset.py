@@ -1,4 +1,4 @@
-"""Shards go both ways between Patchline and webdataset's own, plain `ShardWriter` and `WebDataset`."""
+"""Shards can be exchanged in both directions with webdataset's `ShardWriter` and `WebDataset`."""
 
 import json
 from pathlib import Path
@@ -27,12 +27,12 @@ def noise(seed: int, kind: str = ".jpg") -> bytes:
 
 
 def written_by_webdataset(folder: Path, count: int = 23, suffix: str = "tar") -> list[dict[str, object]]:
-    """Shards of seven samples by `wds.ShardWriter` as its page shows it: an image, its class, and whatever else."""
+    """Write shards of seven samples with `wds.ShardWriter` as documented: an image, its class, and other members."""
     samples: list[dict[str, object]] = []
     folder.mkdir()
     with wds.ShardWriter(f"{folder}/theirs-%06d.{suffix}", maxcount=7, verbose=0) as writer:
         for number in range(count):
-            # Keys with folders, one longer than a tar header's 100 bytes; PNG among JPEG; members that are not read.
+            # Keys with folders, one longer than a tar header's 100 bytes; PNG among JPEG; ignored members.
             key = f"part/{'long' * 30 if number == 5 else 'x'}{number:04d}"
             kind = "png" if number % 4 == 0 else "jpg"
             sample = {"__key__": key, kind: noise(number, f".{kind}"), "cls": number % CLASSES, "txt": "a caption"}
@@ -77,7 +77,7 @@ def test_json_labels_of_shard_writer_are_read_too(tmp_path):
     assert [json.loads(label) for label in ShardReader(index).labels(0)][1] == {"labels": [0, 1]}
 
 
-def test_compressed_shards_of_shard_writer_are_packed_anew(tmp_path):
+def test_compressed_shards_of_shard_writer_are_repacked(tmp_path):
     samples = written_by_webdataset(tmp_path / "theirs", suffix="tar.gz")
     assert main(["pack", "tars", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--name", "ours"]) == 0
     index = load_index(tmp_path / "ours")

@@ -62,7 +62,7 @@ def test_a_name_selects_the_newest_finished_stage_and_reports_it(run, capsys, ty
     assert message.count("\n") == (expected is not None)
     if expected is not None:
         assert message.startswith(f"{path}: using {expected}, finished 1970-01-01 ")
-    assert ("to select another stage, type" in message) == (typed == "")
+    assert ("to select another stage, use" in message) == (typed == "")
 
 
 def test_a_folder_with_the_name_of_a_stage_is_not_a_stage(run):
@@ -91,7 +91,7 @@ def test_an_unfinished_stage_is_used_for_checkpoints_if_no_other_has_any(run, ca
         (run / name).rename(run / f"old-{name}")
     assert find_stage(f"{run}/finetune", "checkpoints") == f"{run}/finetune-00000005"
     assert "finetune-00000005, not finished, started 1970" in capsys.readouterr().err
-    # Of weights that are still being trained: how far they are, and what goes on.
+    # For weights of unfinished training, the error reports the progress and the command that resumes it.
     (run / "finetune-00000005" / "metrics.jsonl").write_text('{"kind": "train", "step": 14, "steps": 200}\n')
     (run / "finetune-00000005" / "checkpoints" / "step-0000000012").mkdir()
     (run / "finetune-00000005" / "checkpoints" / "step-0000000012" / "MANIFEST.json").write_text("{}")
@@ -101,7 +101,7 @@ def test_an_unfinished_stage_is_used_for_checkpoints_if_no_other_has_any(run, ca
             with pytest.raises(DataError, match="is at step 14 of 200\n") as error:
                 find_stage(f"{run}/{typed}")
             assert f"to resume it, run {command}\n" in str(error.value)
-            assert f"newest checkpoint (step 12), type\n  python -m jobs checkpoints export {run}/finetune --to" in str(
+            assert f"newest checkpoint (step 12), run\n  python -m jobs checkpoints export {run}/finetune --to" in str(
                 error.value
             )
 
@@ -125,7 +125,7 @@ def test_a_copy_of_a_run_has_the_same_newest_stages(run, tmp_path):
     for name in ("finetune-00000003", "pretrain-00000002", "finetune-00000005", "finetune-00000004"):
         shutil.copytree(run / name, tmp_path / "copy" / name, copy_function=shutil.copyfile)
     assert find_stage(f"{tmp_path}/copy/finetune") == f"{tmp_path}/copy/finetune-00000003"
-    # Of an older record, or one that was altered, the file's time is all that is known.
+    # For an older or altered record, only the file's time is known.
     (run / "finetune-00000004" / "done.json").write_text("{}")
     assert find_stage(f"{run}/finetune") == f"{run}/finetune-00000004"
 

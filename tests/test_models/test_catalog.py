@@ -1,4 +1,4 @@
-"""Parameters, products and FLOPs, computed from the models against the paper's figures."""
+"""Parameters, multiplications and FLOPs of the models, compared with the paper's numbers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Checks of config fields: what passes, and what an error says."""
+"""Checks of config fields: accepted values and error messages."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Names of models, the configs that they stand for, and what a config refuses."""
+"""Names of models, their configs, and rejected config values."""
 
 import json
 

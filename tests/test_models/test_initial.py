@@ -1,4 +1,4 @@
-"""First values of the parameters, held to the statistics of the original initialisers."""
+"""Initial parameter values, compared with the statistics of the original initialisers."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Masked patch prediction: what is corrupted, what is asked, and that the ordinary ViT comes out again."""
+"""Masked patch prediction: the corrupted patches, the prediction targets, and the export of an ordinary ViT."""
 
 import pytest
 import torch

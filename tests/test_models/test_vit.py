@@ -1,4 +1,4 @@
-"""The ViT itself: names, refusals, shapes, what training adds, and what ZeRO-3 asks of it."""
+"""The ViT: parameter names, refused inputs, shapes, dropout in training, and the requirements of ZeRO 3."""
 
 import json
 import os
@@ -28,7 +28,7 @@ IMAGES = torch.linspace(-1, 1, 2 * 3 * 16 * 24).view(2, 3, 16, 24)
 
 
 def with_live_head(model: torch.nn.Module) -> torch.nn.Module:
-    """The head starts at zero, and with it every gradient below: give it values."""
+    """Give the head nonzero values: with the initial zeros all gradients below it would be zero."""
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
     return model
 

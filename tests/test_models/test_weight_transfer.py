@@ -1,4 +1,4 @@
-"""Weights carried to another size, patch, pooling or head, with nothing left unsaid."""
+"""Weights transferred to another image size, patch, pooling or head; every change is reported."""
 
 import json
 

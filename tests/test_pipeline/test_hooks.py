@@ -52,7 +52,7 @@ def test_hook_methods_are_called_once_in_order(sets: Path, tmp_path: Path) -> No
     evaluated = [["is_over", 2], ["is_over", 4]]
     first = [["begin", 0], ["is_over", 0], ["before_record", 1]]  # the first step is logged
     assert calls == [*first, evaluated[0], *saves, evaluated[1], *last, ["choose"]]
-    # Only rank 0 is asked for decisions.
+    # Decisions are made only on rank 0.
     others = [call for call in calls_of(notes, 1) if call[0] != "masked"]
     assert others == [call for call in calls if call[0] not in ("is_over", "choose")]
 

@@ -69,7 +69,7 @@ class Expected:
     rounded: Trained
 
     def noise(self, values_of: Callable[[Trained], Tensor]) -> Tensor:
-        """Return the tolerance: FACTOR times the difference of float32 and float64, or the last bit if that is more."""
+        """Return the tolerance: FACTOR times the difference between float32 and float64, at least one last bit."""
         exact = values_of(self.exact).double()
         distance = (values_of(self.rounded).double() - exact).abs().max()
         last_bit = exact.abs().max() * torch.finfo(torch.float32).eps

@@ -14,7 +14,7 @@ from tests.support.reference_loop import Plan
 # In the first steps of ZeRO 3 DeepSpeed records the order of gathering, and the workers compare it.
 STEPS = 4
 THE_NORM = "tolist in engine.py:end_micro_batch"
-# By DeepSpeed: after the optimizer's step it gathers the parameters that are never partitioned.
+# After the optimizer's step DeepSpeed gathers the parameters it never partitions.
 THE_GATHERING = "device.synchronize in partition_parameters.py:_allgather_params_coalesced"
 EXPECTED = {0: [THE_NORM], 1: [THE_NORM], 2: [THE_NORM], 3: [THE_NORM, THE_GATHERING]}
 

@@ -1,4 +1,4 @@
-"""Check every sample of a data set before training: bad samples with reasons, statistics, duplicates.
+"""Check every sample of a data set before training, and report bad samples with reasons, statistics, and duplicates.
 
 The check runs in this order:
 1. each shard is checked in a worker process (`check_shard`): do the tar and its index table match the index, and are
@@ -63,8 +63,8 @@ def check(
     """Check every sample of a set and return the report.
 
     With `decode=False`, only image headers and labels are checked. `report` is called with the number of finished
-    shards and the total. `cache` configures downloads of remote shards, as in training. A shard that cannot be
-    downloaded is reported as a problem of this shard.
+    shards and the total. `cache` configures downloads of remote shards, as in training. If a shard cannot be
+    downloaded, the report lists this as a problem of the shard.
     """
     jobs = []
     for number in range(len(index.shards)):
@@ -110,7 +110,7 @@ class DuplicateCounter:
 
 
 def check_shard(index: Index, grid: int, decode: bool, cache: CacheConfig) -> ShardReport:
-    """Check the only shard of an index and return its report, with up to `grid` images for the page's thumbnails."""
+    """Check the shard of a single-shard index and return its report, with up to `grid` thumbnails for the page."""
     shard = index.shards[0]
     report = ShardReport(shard.name)
     try:
@@ -175,7 +175,7 @@ def open_shard(index: Index, number: int, cfg: CacheConfig) -> BinaryIO:
 def samples_of(tar: memoryview, index: Index, number: int, report: ShardReport) -> Iterator[RawSample]:
     """Yield the readable samples of a shard, even if it is truncated; add their number and all problems to `report`.
 
-    For a subset, only the table tells which samples of the tar belong to it (the others may be held out), so an
+    Only a subset's table records which samples in the tar belong to the subset (the others may be held out), so an
     unreadable table raises DataError. For any other set, an unreadable table is reported as a problem of the shard.
     """
     of_subset = index.origin is not None

@@ -23,7 +23,7 @@ class Spread(Counter[float]):
     """Histogram of one measure; rounding keeps it to a few thousand distinct values for any number of images."""
 
     def quantile(self, q: float) -> float:
-        """Return the smallest value with at least the share `q` of all values at or below it.
+        """Return the quantile `q`: the smallest value such that at least the share `q` of all values are not larger.
 
         Raises IndexError if the histogram is empty.
         """
@@ -107,7 +107,7 @@ class Report:
         return not self.bad.counts and not any(shard.problem for shard in self.shards)
 
     def add(self, shard: ShardReport) -> None:
-        """Append a shard's report, and move its counters into those of the set."""
+        """Append a shard's report, and move its counts to the totals of the set."""
         self.classes.update(shard.classes)
         for name, spread in shard.spreads.items():
             self.spreads.setdefault(name, Spread()).update(spread)

@@ -57,7 +57,7 @@ def text_of(content: bytes, name: str) -> str:
 
 
 def first_present(folder: str | os.PathLike[str], names: Collection[str], page: str) -> Path:
-    """Return the first of these names that exists in a folder; raises DataError with the download page if none does."""
+    """Return the path of the first of these names that exists in a folder; raises DataError if none exists."""
     folder = Path(folder)
     for name in names:
         if (folder / name).exists():

@@ -46,7 +46,7 @@ GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 
 
 class Stored(NamedTuple):
-    """Location of an image or of a class tar: at an offset in a tar, or as a separate file."""
+    """Location of an image or class tar: an offset in a tar, or a separate file."""
 
     name: str  # n01440764_10026.JPEG, n01440764.tar
     place: Path  # the tar, or the folder of the separate file

@@ -59,7 +59,7 @@ def prepared_set(path: Path, task: VtabTask) -> PreparedSet:
         raise DataError(
             f"{path}: no {INFO} in this folder or its sub-folders\n"
             f"  expected the folder of {expected} prepared by TensorFlow Datasets (docs/vtab.md)\n"
-            "  on a machine with tensorflow-datasets, type: python -c "
+            "  on a machine with tensorflow-datasets, run python -c "
             f"\"import tensorflow_datasets as tfds; tfds.builder('{expected}').download_and_prepare()\""
         )
     if len(files) > 1:
@@ -113,7 +113,7 @@ def samples(task: VtabTask, path: Path, split: str) -> Iterator[Sample]:
 
 
 def rows_of(file: Path, task: VtabTask, split: str, start: int, wanted: range, changed: Refusals) -> Iterator[Sample]:
-    """Yield the wanted rows of a file with first row `start`; raises DataError if the file ends before the last one."""
+    """Yield the wanted rows of a file whose first row is `start`; raises DataError if the file ends too early."""
     # Imported here to keep commands fast: all of them import the table of sets below.
     import cv2
     import numpy as np
@@ -146,7 +146,7 @@ def rows_of(file: Path, task: VtabTask, split: str, start: int, wanted: range, c
             next_row = row + 1
     if next_row < wanted.stop:
         raise DataError(
-            f"{file}: ends before row {next_row:,}, expected rows to {wanted.stop:,}; prepare the set again"
+            f"{file}: ends before row {next_row:,}, expected rows up to {wanted.stop:,}; prepare the set again"
         )
 
 

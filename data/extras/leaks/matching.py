@@ -1,4 +1,4 @@
-"""Find the training images that show the same as a test image, with a cheap filter and then a precise comparison.
+"""Find training images that match a test image, with a cheap filter and then a precise comparison.
 
 1. `candidates` selects pairs with similar low frequencies: the full training image against every crop of the test
    image and vice versa, each also mirrored. About one in 10,000 pairs of unrelated photographs passes this filter.
@@ -139,5 +139,5 @@ def likeness(candidate: Candidate, train: Signature, tests: TestSignatures) -> f
 
 
 def band(picture: np.ndarray) -> np.ndarray:
-    """Band-pass filter a picture: remove encoding noise and coarse structure."""
+    """Band-pass-filter a picture to remove encoding noise and coarse structure."""
     return cv2.GaussianBlur(picture, (0, 0), FINE) - cv2.GaussianBlur(picture, (0, 0), COARSE)

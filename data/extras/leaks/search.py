@@ -86,7 +86,7 @@ def matches_of(record: Sequence[Any]) -> ShardMatches:
 
 
 class Embeddings(NamedTuple):
-    """Pairs with similar features (pipeline.extras.leak_embedding), by the `key_of` their training shards."""
+    """Pairs with similar features (pipeline.extras.leak_embedding), keyed by the `key_of` their training shards."""
 
     records: Mapping[str, ShardMatches]
     settings: Mapping[str, Any]
@@ -173,7 +173,7 @@ def find_leaks(
 def write_signatures(
     sets: Iterable[Index], folder: Path, workers: int, cache: CacheConfig, report: Progress | None = None
 ) -> None:
-    """Write the signatures of all test images into a folder, and reuse those of an earlier, interrupted search.
+    """Write the signatures of all test images to a folder; reuse existing files from an interrupted search.
 
     Raises OSError if the disk is full.
     """
@@ -272,7 +272,7 @@ def open_signatures(folder: Path) -> TestImages:
 
 
 def alike_among(tests: TestSignatures) -> tuple[int, int]:
-    """Return the number of candidates among pairs of SAMPLED random test images, and the number of these pairs."""
+    """Return the number of candidates among all pairs of SAMPLED random test images, and the number of pairs."""
     has_structure = np.flatnonzero(tests.crops[:, 0].any(axis=1))
     # Draw at random and not at equal distances: in a periodic set, equal distances would select similar images.
     drawn = np.sort(np.random.default_rng(0).permutation(has_structure)[:SAMPLED])

@@ -1,4 +1,4 @@
-"""Compute perceptual signatures, which recognise copies of an image: a thumbnail, and low frequencies of its crops.
+"""Compute perceptual signatures, which identify copies of an image: a thumbnail, and the low frequencies of its crops.
 
 An encoded image becomes a signature in these steps:
 1. Decode the image upright and in grey, JPEGs at a reduced scale. Trim borders of uniform colour (`trimmed`), and
@@ -72,7 +72,7 @@ def signature(data: bytes) -> Signature:
 
 
 def grey_of(data: bytes) -> np.ndarray:
-    """Decode an image upright and in grey, (H, W), at a reduced scale that keeps SIDE pixels; raises BadImage."""
+    """Decode an image upright to greyscale (H, W), at a reduced scale with at least SIDE pixels; raises BadImage."""
     header = read_header(data)
     reduced = {
         1: cv2.IMREAD_GRAYSCALE,
@@ -85,9 +85,9 @@ def grey_of(data: bytes) -> np.ndarray:
 
 
 def trimmed(grey: np.ndarray) -> np.ndarray:
-    """Trim borders of uniform colour from an image (H, W): padding, frames and letterboxes of copies.
+    """Trim borders of uniform colour, such as padding, frames and letterboxes, from an image (H, W).
 
-    Nested frames are trimmed too. If little of the image would remain, it is returned unchanged.
+    Nested frames are trimmed too. If little of the image would remain, the image is returned unchanged.
     """
     top = 0
     left = 0
@@ -114,7 +114,7 @@ def trimmed(grey: np.ndarray) -> np.ndarray:
 
 
 def border_lines(lines: np.ndarray) -> int:
-    """Return the number of leading lines (of an array lines × pixels) with the uniform colour of the first, or 0."""
+    """Count the leading lines of an array (lines, pixels) with one uniform colour; 0 if the first is not uniform."""
     colour = int(np.median(lines[0]))
     for number, line in enumerate(lines):
         is_other = np.abs(line.astype(np.int16) - colour) > OF_ONE_COLOUR
@@ -124,7 +124,7 @@ def border_lines(lines: np.ndarray) -> int:
 
 
 def squashed(grey: np.ndarray, side: int) -> np.ndarray:
-    """Resize an image to side × side pixels, by averaging if that makes it smaller."""
+    """Resize an image to side × side pixels; use area averaging if the image becomes smaller."""
     is_larger = min(grey.shape) >= side
     return cv2.resize(grey, (side, side), interpolation=cv2.INTER_AREA if is_larger else cv2.INTER_LINEAR)
 
@@ -139,7 +139,7 @@ def pixel_digest(data: bytes) -> bytes:
 
 
 def intervals(scale: float) -> list[tuple[float, float]]:
-    """Return (start, length) of the crops of one scale along one side, equally spaced by at most STEP."""
+    """Return (start, length) along one side for the crops at one scale, equally spaced by at most STEP."""
     steps = math.ceil((1 - scale) / STEP - 1e-9)
     if steps == 0:
         return [(0.0, scale)]
@@ -147,7 +147,7 @@ def intervals(scale: float) -> list[tuple[float, float]]:
 
 
 def evaluation_boxes(proportion: float) -> list[Crop]:
-    """Return evaluation's two crops for an aspect ratio (width / height): the central square, and EVALUATED of it."""
+    """Return the two evaluation crops for an aspect ratio (width / height): the central square, and EVALUATED of it."""
     height = min(1.0, proportion)
     width = min(1.0, 1 / proportion)
     boxes = []
@@ -172,7 +172,7 @@ def basis(start: float, length: float) -> np.ndarray:
 
 
 def transformed(square: np.ndarray, proportion: float) -> np.ndarray:
-    """Transform a square image (SIDE, SIDE) to the normalised coefficients of its crops, (K, D) float32."""
+    """Return the normalised cosine coefficients, (K, D) float32, of the crops of a square image (SIDE, SIDE)."""
     rows = []
     for bases in GRID_BASES:  # (n · F, SIDE): the cosines of the n intervals of one scale
         n = len(bases) // FREQUENCIES

@@ -2,11 +2,11 @@
 
     write_page(Path("report.html"), "check.html", title="…", chart=svg(figure, "samples per class"), …)
 
-The templates are in the folder `templates`, and extend base.html. A page loads nothing: its content security policy
+The templates are in the `templates` folder, and extend base.html. A page loads nothing: its content security policy
 (CSP) forbids scripts and requests. Names on a page come from untrusted files, so every value is escaped and converted
 to `printable` text, which cannot change the text direction. Use the filter `| lines` for text with several lines.
 
-A chart is a matplotlib Figure drawn with the placeholder colours INK, GRID and LINES, which `svg` replaces by the CSS
+A chart is a matplotlib Figure drawn with the placeholder colours INK, GRID and LINES, which `svg` replaces with the CSS
 colours of the page, for light and dark mode.
 """
 

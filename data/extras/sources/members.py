@@ -211,7 +211,7 @@ def is_hidden(name: str) -> bool:
 
 @contextmanager
 def naming_damage(name: str) -> Iterator[None]:
-    """Convert errors of a truncated or damaged archive to DataError with the name of the archive."""
+    """Convert errors from a truncated or damaged archive to DataError with the name of the archive."""
     try:
         yield
     except DAMAGE as error:

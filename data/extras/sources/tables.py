@@ -51,7 +51,7 @@ def path_table(
 def table_entries(
     path: Path, names: Sequence[str], labels: Sequence[object], *, unlabelled: bool = False
 ) -> list[ListedFile]:
-    """Return the rows of a table as listed files; raises DataError for a label that is invalid."""
+    """Return the rows of a table as listed files; raises DataError for an invalid label."""
     ids = NO_NAMES if unlabelled else ids_of(classes_in(path, labels))
     entries = []
     for name, label in zip(names, labels, strict=True):
@@ -272,7 +272,7 @@ def parquet_classes(source: str | os.PathLike[str]) -> Names:
 
 @contextmanager
 def naming_parquet(path: Path) -> Iterator[None]:
-    """Convert errors of pyarrow to DataError with the name of the file."""
+    """Convert errors from pyarrow to DataError with the name of the file."""
     from pyarrow import ArrowException
 
     try:

@@ -114,9 +114,9 @@ def tars(
 
 
 def paths_of(source: str | os.PathLike[str] | Sequence[str]) -> list[Path]:
-    """Return the tars of a folder, a pattern, or a list; compressed ones of a folder only if it has no others.
+    """Return the tars in a folder, pattern or list; a folder's compressed tars only if it has no uncompressed ones.
 
-    Raises DataError if there are none, or if some tars of a folder would be ignored.
+    Raises DataError if there are no tars, or if some tars in a folder would be ignored.
     """
     if not isinstance(source, str | os.PathLike):
         return list(map(Path, source))
@@ -136,7 +136,7 @@ def samples_in(path: Path, refused: Refusals) -> Iterator[RawSample]:
 
 
 def unused(key: str, keys: Container[str]) -> str:
-    """Return the key with the first number from 2 on that makes it different from all `keys`: a_2."""
+    """Make a key unique among `keys` by appending the first free number from 2: a_2."""
     number = 2
     while f"{key}_{number}" in keys:
         number += 1
@@ -144,7 +144,7 @@ def unused(key: str, keys: Container[str]) -> str:
 
 
 def tars_classes(source: str | os.PathLike[str] | Sequence[str], *, with_labels: bool = True) -> Names:
-    """Return the class names of tars: from their index, or else their labels if these are texts; () if they are ids.
+    """Return the class names in tars, from their index or otherwise from text labels; () if the labels are ids.
 
     An index is used only if it is the only one in the folder. Collecting names reads all tars once, but ends at the
     first label that is an id.

@@ -1,4 +1,4 @@
-"""Inspect a folder or file of images: find the matching source, and count images, classes and sizes.
+"""Inspect a folder or file of images: detect the source type, and count images, classes and sizes.
 
     survey("photos")      photos/train/cat/1.jpg …, photos/val/cat/7.jpg …
     →   Sets(train=FoundSet(source="folder", path="photos/train", images=600, class_counts={"cat": 300, …}, …),
@@ -102,7 +102,7 @@ class FoundSet:
         return len(self.class_counts)
 
     def gap_in_ids(self) -> str:
-        """Return a note if most class ids below the largest have no images: that id may be a mistake."""
+        """Return a note if most class ids below the largest have no images: the largest id may be a mistake."""
         return gap_in_ids(len(self.class_counts), self.classes) if self.are_ids else ""
 
     @property
@@ -156,7 +156,7 @@ class FoundSet:
 
 @dataclass(frozen=True)
 class Sets:
-    """The sets to train and to evaluate on."""
+    """The training set, and the evaluation set if there is one."""
 
     train: FoundSet
     test: FoundSet | None = None
@@ -175,15 +175,15 @@ class Sets:
 
     @property
     def images(self) -> int:
-        """Number of training images without those held out."""
+        """Number of training images, excluding held-out images."""
         return max(1, round(self.train.images * (100 - self.held_out) / 100))
 
 
 def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
-    """Return the set to train on, and the set to evaluate on if there is one, found at a path.
+    """Return the training set, and the evaluation set if there is one, found at a path.
 
-    With `unlabelled=True`, labels are ignored and there is no set to evaluate on. Raises DataError if there are no
-    images, or if they cannot be read in their present form.
+    With `unlabelled=True`, labels are ignored and there is no evaluation set. Raises DataError if there are no images,
+    or if their format is not supported.
     """
     if "://" in place:
         raise DataError(
@@ -244,7 +244,7 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
 
 
 def known_sets(place: Path) -> Sets | None:
-    """Return the sets of a public data set's archive with their published sizes, or None for any other path."""
+    """Return the splits of a public data set's archive with their published sizes, or None for any other path."""
     for name, (source, *splits, side) in KNOWN.items():
         archive = place if place.name == name else place / name
         if not archive.is_file():
@@ -271,7 +271,7 @@ def known_sets(place: Path) -> Sets | None:
 
 
 def parts_of(place: str) -> tuple[str, str | None]:
-    """Return the path of the training images, and the path of separate evaluation images or None."""
+    """Return the path of the training images, and the path of the evaluation images; None if they are not separate."""
     path = Path(place)
     # Descend through folders that contain nothing except another folder.
     while path.is_dir():
@@ -313,7 +313,7 @@ def parts_of(place: str) -> tuple[str, str | None]:
 
 
 def train_and_test(parts: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """Return the parts to train and to evaluate on, from a mapping of words to paths; None for a missing part."""
+    """Return the training and evaluation parts from a mapping of words to paths; None for a missing part."""
     return first_part(TRAIN, parts, None), first_part(TEST, parts, None)
 
 
@@ -377,7 +377,7 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
         pattern = pattern_of(of_parts) or train
         raise DataError(
             f"{files[0].parent}: {preview(sorted(file.name for file in rest))} have neither train nor test in their "
-            f"names, unlike the other files\n  rename them; or, to use only the others, type "
+            f"names, unlike the other files\n  rename them; or, to use only the others, run "
             f"python -m jobs new '{pattern}'"
         )
     return parts
@@ -414,7 +414,7 @@ def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
 
 
 def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
-    """Inspect a folder with one sub-folder of images per class, or with images without labels."""
+    """Inspect a folder that has one sub-folder of images per class, or that contains unlabelled images."""
     image_set = FoundSet("folder", str(root))
     skipped: Counter[str] = Counter()
     paths: list[Path] = []
@@ -447,7 +447,7 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     keys_of([str(path.relative_to(root)) for path in paths])  # raises the error of packing
     alike = len(image_set.class_counts) - len(set(map(str.lower, image_set.class_counts)))
     if alike:
-        image_set.notes.append(f"{alike} class names differ from another one only in upper and lower case")
+        image_set.notes.append(f"{alike} class names differ from another class name only in case")
     hidden = skipped.pop(HIDDEN, 0)
     if hidden:
         image_set.notes.append(
@@ -579,7 +579,7 @@ def inspect_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
     if dotted:
         image_set.notes.append(
             f"{dotted:,} × {DOTTED}, first {printable(first_dotted)}: excluded, because a key ends at the first dot, "
-            "as in webdataset; to write the tars anew with other names: python -m jobs pack tars FOLDER NEW-FOLDER"
+            "as in webdataset; to rewrite the tars with other names: python -m jobs pack tars FOLDER NEW-FOLDER"
         )
     return image_set
 

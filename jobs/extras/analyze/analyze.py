@@ -4,8 +4,8 @@ patchline analyze runs/digits/finetune-1a2b3c4d photo.jpg --output analysis
 patchline analyze weights/l16 imagenet-000000.tar --limit 128 --output analysis      128 images, as in figure 7
 
 1. Read images from files, folders or shards and resize them to the model's input size, ignoring their aspect ratio.
-2. Pass each image through the model; reduce its attention weights to one map per image and one distance per head.
-3. Compute the similarity of position embeddings and the principal patch filters from the weights.
+2. Pass each image through the model; reduce the attention weights to one map per image and one distance per head.
+3. Compute the similarities of position embeddings and the principal patch filters from the weights.
 4. Write attention.png (figure 6), inside.png (figures 7 and 11) and analysis.json with all numbers.
 """
 
@@ -41,7 +41,7 @@ POSITION_LABELS = 14  # maximum number of labels on an axis of the position maps
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """Attention maps and attention distances of a model on some images."""
+    """A model's attention maps and attention distances for some images."""
 
     maps: Tensor  # (images, rows, columns), scaled to a maximum of 1 per image
     distance: Tensor  # (layers, heads), pixels, mean over the images
@@ -50,7 +50,7 @@ class AttentionMaps:
 
 @dataclass(frozen=True)
 class Features:
-    """Features computed only from the weights; None if the model does not have the corresponding layer."""
+    """Features computed from the weights only; each is None if the model does not have the corresponding layer."""
 
     position_similarity: Tensor | None  # (rows, columns, rows, columns), cosine
     components: Tensor | None  # (COMPONENTS, 3, height, width) of a patch filter
@@ -103,7 +103,8 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> None:
     if bad:
         name, reason = next(iter(bad.items()))
         echo(f"skipped {len(bad)} unreadable images; the first is {name}: {reason}")
-    echo(f"analyzed {len(images)} images of {config.image_size[0]}×{config.image_size[1]} px in {config.depth} layers")
+    size = f"{config.image_size[0]}×{config.image_size[1]}"
+    echo(f"analyzed {len(images)} images of {size} px across {config.depth} layers")
     echo(f"mean attention distance {reach[0]:.1f} px in the first layer, {reach[-1]:.1f} px in the last")
     echo(f"written  {folder}/attention.png  inside.png  analysis.json")
 
@@ -118,7 +119,7 @@ def device() -> torch.device:
 def read_images(
     paths: list[str], size: tuple[int, int], limit: int, bad: dict[str, str]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield name and pixels, (height, width, 3) uint8, of each image at `size`; add errors to `bad` by name."""
+    """Yield the name and the pixels at `size`, (height, width, 3) uint8, of each image; add errors to `bad` by name."""
     for name, encoded in encoded_images(paths, limit):
         try:
             yield name, preprocess(decode(encoded), f"resize({size})")
@@ -127,7 +128,7 @@ def read_images(
 
 
 def attention_of(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) -> AttentionMaps:
-    """Compute attention maps and distances one image at a time: L/16 at 384 px takes half a gigabyte per image."""
+    """Compute attention maps and distances one image at a time; L/16 at 384 px needs half a gigabyte per image."""
     maps = []
     distances = []
     renormalised = []
@@ -143,7 +144,7 @@ def attention_of(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarr
 
 
 def features_of(model: nn.Module) -> Features:
-    """Compute the similarity of added position embeddings, and the patch filters unless the stem is a ResNet."""
+    """Compute the similarities of additive position embeddings, and the patch filters unless the stem is a ResNet."""
     vit = analysis.vit_of(model)
     similarity = None
     if vit.config.positions in ADDED:
@@ -187,7 +188,7 @@ def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> N
 
 
 def enlarged(attention_map: Tensor, size: tuple[int, ...]) -> np.ndarray:
-    """Upscale an attention map bicubically to the size of its image, and normalize it to the range 0 to 1."""
+    """Upscale an attention map bicubically to the size of its image, and normalise it to the range 0 to 1."""
     large = F.interpolate(attention_map[None, None].float(), size=size, mode="bicubic", align_corners=False)[0, 0]
     # Bicubic interpolation overshoots below zero.
     large = large.clamp(min=0)
@@ -218,7 +219,7 @@ def draw_features(features: Features, distance: Tensor, path: Path) -> None:
 
 
 def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> None:
-    """Draw the similarity of every position to all others as a grid of maps with gaps."""
+    """Draw, as a grid of maps with gaps, the similarity of each position to all positions."""
     axes.set_title("Position embedding similarity")
     if similarity is None:
         axes.text(0.5, 0.5, "the model has no added position embeddings", ha="center")
@@ -242,7 +243,7 @@ def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> Non
 
 
 def tiled(components: Tensor, columns: int = 7) -> np.ndarray:
-    """Arrange filters (count, 3, h, w) in one image with white gaps, each scaled to the full color range."""
+    """Arrange filters (count, 3, h, w) in one image with white gaps, each scaled to the full colour range."""
     # Filters have no natural scale, so show each from its smallest value (black) to its largest.
     low = components.amin((1, 2, 3), keepdim=True)
     high = components.amax((1, 2, 3), keepdim=True)

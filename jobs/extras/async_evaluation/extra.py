@@ -1,5 +1,6 @@
-"""Use spare resources during training: evaluate checkpoints asynchronously (`evaluate_on: spare`), and search for the
-samples that caused a loss spike (`health.on_spike: bisect`).
+"""Use spare resources during training, to evaluate checkpoints and to find the samples that cause loss spikes.
+
+The recipe keys are `evaluate_on: spare` and `health.on_spike: bisect`.
 """
 
 from data.errors import CheckpointError, StorageError
@@ -17,7 +18,7 @@ MASKING = "pipeline.extras.replays.spikes:Masking"
 
 
 class SpareConfig(AsyncConfig, SpikeConfig):
-    """Training config with the keys of asynchronous evaluation and of spike searches."""
+    """A training config with the keys for asynchronous evaluation and spike searches."""
 
 
 class AsyncEvaluationExtra(TrainingExtra):
@@ -26,7 +27,7 @@ class AsyncEvaluationExtra(TrainingExtra):
     config = compose(AsyncConfig, SpikeConfig)
 
     def hooks(self, cfg: SpareConfig, context: Context) -> HookOptions:  # type: ignore[override]
-        """Return the hooks for the keys in use, and for requested evaluations and masks from earlier attempts."""
+        """Return the hooks for the keys in use, and for evaluation requests and masks left by earlier attempts."""
         hooks: dict[str, dict[str, object]] = {}
         has_requests = (context.directory / EVALUATIONS).exists()
         if getattr(cfg, "evaluate_on", "training") == "spare" or has_requests:
@@ -55,13 +56,13 @@ class AsyncEvaluationExtra(TrainingExtra):
 
 
 def searches_spikes(cfg: TrainConfig) -> bool:
-    """Return whether the config requests spike searches; configs of replays may not have the key."""
+    """Return whether the config requests spike searches; the config of a replay may not have the key."""
     health = getattr(cfg, "health", None)
     return health is not None and health.on_spike == "bisect"
 
 
 def is_masking(context: Context) -> bool:
-    """Return whether the newest checkpoint masks samples, which a resumed run must continue to mask."""
+    """Return whether the newest checkpoint masks samples, so that a resumed run must keep masking them."""
     names = context.checkpoints.committed()
     if not names:
         return False

@@ -14,9 +14,10 @@ BORROW_LOOK_S = 1.0  # interval between checks whether other jobs need the borro
 
 
 class SpareBundle(RayNodes):
-    """Resources for one spare worker, borrowed as long as no other job waits for them.
+    """Resources for one spare worker, borrowed as long as no other job is waiting for them.
 
-    After training, its workers' resources are kept for the next stage; until then, a spare worker can use them.
+    After training, the resources of the training workers are kept for the next stage; until that stage starts, a spare
+    worker can use them.
     """
 
     def __init__(self, training: RayNodes) -> None:
@@ -27,7 +28,7 @@ class SpareBundle(RayNodes):
         self.next_look = 0.0
 
     def is_free(self) -> bool:
-        """Return whether a node that is not draining has room, and no other job waits for resources."""
+        """Return whether a node that is not draining has room, and no other job is waiting for resources."""
         if self.has_training_ended and self.training.reservation is not None:
             return True
         free = self.training.state().staying
@@ -36,14 +37,14 @@ class SpareBundle(RayNodes):
         return room_for(self.share, free) >= 1 and not self.training.has_pending_requests()
 
     def is_wanted(self) -> bool:
-        """Return whether another job waits for the borrowed resources; queries Ray at most once a second."""
+        """Return whether another job is waiting for the borrowed resources; query Ray at most once a second."""
         if not self.training.borrowed or time.monotonic() < self.next_look:
             return False
         self.next_look = time.monotonic() + BORROW_LOOK_S
         return self.training.has_pending_requests()
 
     def take(self) -> bool:
-        """Use the resources of finished training, or borrow others; return False if Ray does not place them in time."""
+        """Take the resources left by training, or borrow others; return False if Ray does not reserve them in time."""
         if self.has_training_ended and self.training.reservation is not None:
             self.reservation = self.training.reservation
             return True

@@ -1,4 +1,4 @@
-"""Select the resources of a spare worker: a free core of this machine, or a bundle in a Ray cluster."""
+"""Select the resources for a spare worker: a free core of this machine, or a bundle in a Ray cluster."""
 
 import dataclasses
 import os
@@ -32,11 +32,11 @@ def spare_place_of(cluster: ClusterConfig, busy_cores: int) -> SparePlace:
 class SpareCore(ThisMachine):
     """A free core for one spare worker, and a free GPU if workers use GPUs.
 
-    Training never gives up resources for it. `SpareBundle` has the same methods for a Ray cluster.
+    Training never gives up resources for a spare worker. `SpareBundle` has the same methods for a Ray cluster.
     """
 
     def __init__(self, cluster: ClusterConfig, world: int, busy_cores: int) -> None:
-        """Set the resources used by training on this machine: `world` workers, which keep `busy_cores` cores busy."""
+        """Record what training uses on this machine: `world` workers, which keep `busy_cores` cores busy."""
         super().__init__(cluster)
         self.busy_cores = busy_cores
         self.gpus_in_use = world * cluster.gpus_per_worker
@@ -52,7 +52,7 @@ class SpareCore(ThisMachine):
         return not gpus or self.gpus_present()[0] >= self.gpus_in_use + gpus
 
     def is_wanted(self) -> bool:
-        """Return False: no other command waits for the resources, because commands do not know of each other."""
+        """Return False: no other command is waiting for the resources, because commands are unaware of each other."""
         return False
 
     def take(self) -> bool:

@@ -1,21 +1,23 @@
-"""A spare worker during a stage's training: evaluates commits (`evaluate_on: spare`) and searches for the causes of
-loss spikes (`health.on_spike: bisect`), one task at a time.
+"""Evaluate commits and find the causes of loss spikes on a spare worker, one task at a time, during training.
+
+The recipe keys are `evaluate_on: spare` and `health.on_spike: bisect`.
 
 1. While an attempt runs, a thread checks once a second whether resources are free (spare_places.py). If so, it creates
    a file, and rank 0 then requests an evaluation instead of pausing the workers for it
    (pipeline/extras/async_evaluation.py).
-2. A separate worker evaluates the oldest requested step (pipeline/extras/async_evaluator.py). Its agent stays warm. One
-   more request may wait; if there are several, all but the newest are skipped and logged.
-3. If the worker dies or hangs, training is not affected: the failure is logged and the step is retried. If another job
-   needs the resources, the step is retried any number of times.
+2. A separate worker evaluates the oldest requested step (pipeline/extras/async_evaluator.py). The agent of this worker
+   keeps running between evaluations. One more request may wait; if several are waiting, all except the newest are
+   skipped and logged.
+3. If the worker dies or hangs, training is not affected: the failure is logged and the step is retried. If the
+   worker is preempted because another job needs the resources, the step is retried without limit.
 4. The results stay in the stage's folder until rank 0 reports them.
-5. If no evaluation waits, the worker searches for the cause of a spike (pipeline/extras/replays/search.py) in a
+5. If no evaluation is waiting, the worker searches for the cause of a spike (pipeline/extras/replays/search.py) in a
    separate folder. The search starts from the commit before the spike, which is linked as soon as the request is seen.
    Its result is written to the stage's folder; at its next save, rank 0 masks the listed samples (pipeline/health.py).
    A failed search is not repeated.
-6. If the attempt fails, the evaluation stops at once; its request stays for the next attempt or command. When training
-   has finished, the stage waits for all requested evaluations, now on the training workers' resources. Searches are
-   cancelled, because they would come too late.
+6. If the attempt fails, the evaluation stops at once; the request is kept for the next attempt or command. When
+   training has finished, the stage waits for all requested evaluations, now on the training workers' resources.
+   Searches are cancelled, because they would come too late.
 """
 
 import dataclasses
@@ -66,11 +68,11 @@ class Ended(Exception):
 
 
 class NoPlace(Exception):
-    """Raised if the resources are not available, or not available any more."""
+    """Raised if the resources are not available or no longer available."""
 
 
 class SpareWorker:
-    """Evaluates a stage's commits and searches for the causes of its spikes, across all attempts."""
+    """Evaluates a stage's commits and searches for the causes of loss spikes, across all attempts."""
 
     def __init__(self, cfg: TrainConfig, context: Context) -> None:
         self.cfg = cfg
@@ -162,7 +164,7 @@ class SpareWorker:
             self.context.log(f"could not delete old checkpoints: {error}")
 
     def report_records(self) -> None:
-        """Report the results that rank 0 did not report before it ended."""
+        """Report the results that rank 0 had not reported when it ended."""
         attempt = int(self.attempt_folder.name.rpartition("-")[2])
         if async_evaluation.records(self.stage):
             telemetry = Telemetry(self.stage, 0, attempt)
@@ -213,7 +215,7 @@ class SpareWorker:
             self.search(spikes[0])
 
     def waiting(self, at_most: int) -> list[int]:
-        """Return the committed steps with evaluation requests, oldest first; skip all but the newest `at_most`."""
+        """Return the committed steps with evaluation requests, oldest first; skip all except the newest `at_most`."""
         steps = {step_of(folder) for folder in committed(self.stage / "checkpoints")}
         newest = max(steps, default=-1)
         waiting = []
@@ -221,7 +223,7 @@ class SpareWorker:
             if step in steps and step != self.running:
                 waiting.append(step)
             elif step < newest and step not in steps:
-                async_evaluation.skip(self.stage, step, "its checkpoint does not exist any more")
+                async_evaluation.skip(self.stage, step, "its checkpoint no longer exists")
         for step in waiting[:-at_most]:
             reason = f"step {waiting[-1]} was committed before a spare worker could evaluate it"
             async_evaluation.skip(self.stage, step, reason)
@@ -272,7 +274,7 @@ class SpareWorker:
         async_evaluation.put_record(self.stage, step, {"kind": "evaluate_failed", "values": values, "line": line})
 
     def spikes(self) -> list[int]:
-        """Return the steps with a requested spike search, oldest first; preserve the commit before each step."""
+        """Return the steps with spike search requests, oldest first; preserve the commit before each step."""
         steps = []
         for request in sorted((self.stage / SEARCHES).glob("step-*.requested")):
             step = int(request.stem.removeprefix("step-"))
@@ -283,7 +285,7 @@ class SpareWorker:
         return steps
 
     def search(self, step: int) -> None:
-        """Search for the cause of a spike and store the result; if others need the resources, keep the request."""
+        """Search for the cause of a spike and store the result; keep the request if others need the resources."""
         # 1. Prepare the stage as for a replay: a separate run with the commit before the step.
         request = artifacts.read_record(self.stage / SEARCHES / f"step-{step:010d}.requested")
         run = self.stage / SEARCHES / f"step-{step:010d}"
@@ -336,7 +338,7 @@ class SpareWorker:
     def run_there(
         self, what: str, function: WorkerFunction, task: Task, folder: Path
     ) -> tuple[dict[str, Any] | None, WorkerGroupError | None]:
-        """Run a worker on the spare resources until it finishes, another job needs them, or the attempt ends.
+        """Run a worker on the spare resources until it finishes, another job needs the resources, or the attempt ends.
 
         Returns (outcome, None), (None, failure), or (None, None) if the worker was interrupted.
         """
@@ -377,13 +379,13 @@ class SpareWorker:
 
 
 def evaluate_nicely(task: Task) -> object:
-    """Worker function: evaluate one checkpoint at the lowest CPU priority."""
+    """Evaluate a checkpoint at the lowest CPU priority; the function that the spare worker runs."""
     # On a shared machine, the evaluation could otherwise slow down training.
     os.nice(NICE)
     return evaluate_commit(task)
 
 
 def search_nicely(task: Task) -> object:
-    """Worker function: search for the cause of one spike at the lowest CPU priority."""
+    """Search for the cause of a spike at the lowest CPU priority; the function that the spare worker runs."""
     os.nice(NICE)
     return search(task)

@@ -1,7 +1,7 @@
-"""Implements `patchline diff MINE OTHER`: list differences in meaning between two recipes or runs.
+"""Implements `patchline diff MINE OTHER`: list meaningful differences between two recipes or runs.
 
-1. Each side is a recipe or a run. Stages that train or evaluate are paired by name, else by kind.
-2. The unequal facts of a pair (jobs/extras/diff/meaning.py) are grouped by the subjects in
+1. Each side is a recipe or a run. Stages that train or evaluate are paired by name, otherwise by kind.
+2. The facts that differ within a pair (jobs/extras/diff/meaning.py) are grouped by the subjects in
    jobs/extras/diff/subjects.yaml and printed in the order of that file; nearly equal numbers come last.
 3. Each difference lists both values, the overrides that remove it, the values in the paper and its code, and the
    measured cost if there is a source for it. Facts that one side does not specify are listed at the end.
@@ -41,7 +41,7 @@ SLIGHT = 0.05  # differences of two numbers below this relative size are listed 
 
 
 def diff(mine: str, other: str, overrides: list[str], kinds: Kinds) -> None:
-    """Print the differences in meaning between the stages of two recipes or runs.
+    """Print the meaningful differences between the stages of two recipes or runs.
 
     `overrides` apply to `other`. Raises UsageError if there are no stages to compare.
     """
@@ -155,7 +155,7 @@ def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
 
 
 def is_slightly_different(value: Any, other: Any) -> bool:
-    """Return whether two numbers differ by less than 5 %; values near 1, such as betas, by their distance from 1."""
+    """Return whether two numbers differ by less than 5 %; for values near 1, such as betas, compare 1 − value."""
     if not (isinstance(value, int | float) and isinstance(other, int | float)):
         return False
     is_slight = math.isclose(value, other, rel_tol=SLIGHT)
@@ -166,7 +166,7 @@ def is_slightly_different(value: Any, other: Any) -> bool:
 
 
 def keys_to_type(name: str, mine: ComparedStage, other: ComparedStage, fact: Fact) -> Iterator[str]:
-    """Yield the overrides that make a fact of `mine` equal to that of `other`; none if the fact is a data set."""
+    """Yield the overrides that set a fact of `mine` to the value in `other`; yield nothing if it is a data set."""
     written = flat(config.plain(mine.config))
     values = fact.keys
     if name == "images":

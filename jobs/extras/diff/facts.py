@@ -34,7 +34,7 @@ class Fact:
     effect: Effect = Effect.UPDATE
 
     def equals(self, other: "Fact") -> bool:
-        """Return whether two facts are equal; a tuple is equal to each of its values."""
+        """Return whether two facts are equal; a tuple is equal to each of its elements."""
         slack = max(self.slack, other.slack)
         if slack:
             return bool(abs(self.value - other.value) <= slack)
@@ -49,7 +49,7 @@ class Fact:
 
 
 class FactDifference(NamedTuple):
-    """A fact in which two stages differ, or that only one of them has."""
+    """A fact in which two stages differ, or which only one stage has."""
 
     name: str
     first: Fact | None
@@ -57,14 +57,14 @@ class FactDifference(NamedTuple):
 
     @property
     def known(self) -> Fact:
-        """Return the first stage's fact, or the second stage's if the first has none."""
+        """Return the first stage's fact or, if that is missing, the second stage's."""
         fact = self.first or self.second
         assert fact is not None
         return fact
 
     @property
     def words(self) -> tuple[str, str]:
-        """Return the texts of both facts; "absent" for a stage without the fact."""
+        """Return both facts as text, with "absent" for a stage without the fact."""
         first = self.first.words if self.first is not None else "absent"
         second = self.second.words if self.second is not None else "absent"
         return first, second

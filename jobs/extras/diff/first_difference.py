@@ -1,9 +1,10 @@
 """Find the first step at which two recorded stages differ, and the most likely cause.
 
 1. `find_first_difference` finds the first step with different losses, compared bit for bit. It also compares the
-   ledgers, which tell whether both stages saw the same samples in the same order.
-2. The most likely cause is the first difference that can have this effect: a different data order changes the ledgers,
-   a different initial model changes the loss of step 1, and a different learning rate acts only after the first update.
+   ledgers, which show whether both stages saw the same samples in the same order.
+2. The most likely cause is the first difference in the records that can have this effect: a different data order
+   changes the ledgers, a different initial model changes the loss of step 1, and a different learning rate acts only
+   after the first update.
 """
 
 from __future__ import annotations

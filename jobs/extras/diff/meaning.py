@@ -4,10 +4,10 @@
     steps: 93835 in batches of 4096                          the same fact
     micro_batch: 64, cluster.workers: 8                      no fact, because splitting a batch changes no result
 
-1. `of_campaign` and `of_run` yield the stages that train or evaluate, but only the first of runs that differ by seed.
-2. `facts_of` starts with the fields that must not change on resume, removes those disabled by other fields, and
-   replaces groups of fields with their combined meaning.
-3. An unknown fact has the value None, for example the size of a data set that is not on this machine.
+1. `of_campaign` and `of_run` yield the stages that train or evaluate; of runs that differ only by seed, only the first.
+2. `facts_of` starts with the fields that must not change on resume, removes fields that are disabled by other fields,
+   and replaces groups of fields with their combined meaning.
+3. An unknown fact, for example the size of a data set that is not on this machine, has the value None.
 """
 
 import math
@@ -45,13 +45,13 @@ WITH_SETTINGS = ("fewshot", "linear", "knn", "logistic")
 
 @dataclass(frozen=True, eq=False)
 class RateCurve:
-    """The learning rate of a stage over all of its steps, relative to its peak."""
+    """A stage's learning rate at every step, relative to the peak."""
 
     rates: tuple[float, ...]  # at COMPARED_STEPS steps after the warm-up
     end: str
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the curves agree, except for single steps."""
+        """Return whether two curves agree, except at isolated steps."""
         if not isinstance(other, RateCurve) or self.end != other.end:
             return False
         differing = 0
@@ -62,7 +62,7 @@ class RateCurve:
 
 @dataclass(frozen=True)
 class ComparedStage:
-    """A stage of a recipe or a run, with its model and data sets if they are on this machine."""
+    """A stage of a recipe or a run, with the model and data sets if these are on this machine."""
 
     name: str  # name of its section in a recipe
     row: str  # its row in a sweep's table; its name if there is no sweep
@@ -79,7 +79,7 @@ class ComparedStage:
 
     @property
     def samples(self) -> int | None:
-        """Return the number of training samples; None if neither the recipe nor an index has it."""
+        """Return the number of training samples; None if neither the recipe nor an index specifies it."""
         samples = 0
         for name, index in self.sets.items():
             if name.startswith("data.train"):
@@ -90,14 +90,14 @@ class ComparedStage:
 
     @property
     def steps(self) -> int | None:
-        """Return the number of training steps; None if it depends on an unknown number of samples."""
+        """Return the number of training steps; None if this depends on an unknown number of samples."""
         if self.config.steps is None and self.samples is None:
             return None
         return steps_of(self.config, self.samples or 0)
 
 
 def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
-    """Yield the stages of a recipe that train or evaluate; for a sweep, only the first run of each row."""
+    """Yield the stages of a recipe that train or evaluate; for a sweep, only the first run in each row."""
     available = Available(campaign)
     table_of: dict[str, Stage] = {}  # name of a run → its sweep's table
     referenced: set[str] = set()  # tables whose chosen values other stages use
@@ -173,7 +173,7 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
 
 
 def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
-    """Yield the stages of a run that train or evaluate. Raises ConfigError if a different version wrote them."""
+    """Yield the stages of a run that train or evaluate. Raises ConfigError if another Patchline version wrote them."""
     for stage in read_run(path).stages:
         record = stage.record
         kind = kinds.get(record.get("kind", ""))
@@ -226,12 +226,12 @@ def facts_of(stage: ComparedStage, other: ComparedStage) -> dict[str, Fact]:
 
 
 def fact_of_field(value: Any, keys: Mapping[str, Any] | None = None) -> Fact:
-    """Return a fact for a field's value; None is replaced with NONE, because it is known to be absent."""
+    """Return a fact for a field's value; None is replaced with NONE, because the value is known to be absent."""
     return Fact(NONE if value is None else value, config.shown(value), keys=keys)
 
 
 def without_order(name: str, value: Any) -> Any:
-    """Return the value of a field, sorted if it is a list whose order has no meaning."""
+    """Return a field's value; sort it if it is a list whose order has no meaning."""
     if isinstance(value, list) and name.rpartition(".")[2] in SETS:
         return sorted(value)
     return value
@@ -369,7 +369,7 @@ def facts_of_training(stage: ComparedStage, peak: float, warmup_steps: int) -> d
 
 
 def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
-    """Return the facts of a stage's model; if the initial weights are not on this machine, only those in the recipe."""
+    """Return the facts of a stage's model; if the initial weights are not on this machine, only the recipe's facts."""
     model = stage.model
     values = dict(stage.config.model)
     values.pop("name", None)
@@ -408,7 +408,7 @@ def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
 
 
 def fact_of_ops(ops: str | None, size: tuple[int, int] | None) -> Fact:
-    """Return a fact for preprocessing ops, with the image size replaced by "size" and without `decode`."""
+    """Return a fact for preprocessing ops, with the image size replaced with "size", and without `decode`."""
     if ops is None:
         if size is None:
             return Fact(None, "")

@@ -1,8 +1,9 @@
 """Read the facts that can affect a stage's results from its records, and compare two stages.
 
-1. `recorded_facts` returns a flat dict: config keys, data sets with their tars, code, world sizes, hardware, packages.
-2. `recorded_differences` returns the facts in which two stages differ. Each has an effect: on the ORDER of the data,
-   on the FIRST loss, on the UPDATE of weights, only on ROUNDING, or NONE on training.
+1. `recorded_facts` returns a flat dict: config keys, data sets with their tars, code version, world sizes, hardware,
+   and packages.
+2. `recorded_differences` returns the facts in which two stages differ. Each is labelled with its effect: on the
+   ORDER of the data, on the FIRST loss, on the UPDATE of weights, only on ROUNDING, or NONE on training.
 
 jobs/extras/diff/first_difference.py finds the first step at which two stages differ, and the most likely cause.
 """
@@ -111,12 +112,12 @@ def recorded_facts(stage: StageHistory) -> dict[str, Fact]:
 
 
 def recorded(kind: str, value: Any, effect: Effect) -> Fact:
-    """Return a fact for a recorded value. Values are compared by repr, so 1 and True differ."""
+    """Return a fact for a recorded value. Values are compared by their repr, so 1 and True differ."""
     return Fact(repr(value), str(value), kind=kind, effect=effect)
 
 
 def recorded_differences(first: StageHistory, second: StageHistory) -> list[FactDifference]:
-    """Return the facts in which two stages differ, those with the largest effect first."""
+    """Return the facts in which two stages differ, ordered by decreasing effect."""
     differing: list[FactDifference] = []
     many: dict[str, list[FactDifference]] = {}  # tars and classes of each data set
     for difference in differences(recorded_facts(first), recorded_facts(second)):

@@ -1,4 +1,4 @@
-"""`patchline data check|stats|repair|list`: check every sample, show statistics, repack good samples, list samples."""
+"""`patchline data check|stats|repair|list`: check, describe, repair or list the samples of a data set."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +31,7 @@ def check(
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> int:
-    """Read and decode every sample; exit with 65 if any cannot be used for training."""
+    """Read and decode every sample; exit with code 65 if any sample cannot be used for training."""
     report = examine(path, decode=True, page=page, world=world, workers=workers, cache=cache)
     if report.ok:
         return ExitCode.DONE
@@ -51,7 +51,7 @@ def stats(
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> None:
-    """Read headers and labels only; print the distribution of image sizes and classes."""
+    """Read headers and labels only; print the distributions of image sizes and classes."""
     report = examine(path, decode=False, page=page, world=world, workers=workers, cache=cache)
     for name, spread in report.spreads.items():
         # Print percentiles, because a single unusual image would determine minimum and maximum.
@@ -73,7 +73,7 @@ def repair(
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> None:
-    """Pack every good sample of a data set into a new one."""
+    """Pack all good samples of a data set into a new data set."""
     from data.extras.doctor.doctor import repair
     from data.index.document import load_index
 
@@ -104,7 +104,7 @@ def list_samples(
     cache: CacheFolder = None,
     _debug: Debug = False,
 ) -> None:
-    """Print a line for each sample: key, tar, classes and set, separated by tabs."""
+    """Print a line for each sample: key, tar, classes and data set, separated by tabs."""
     from data.images.decode import BadImage
     from data.index.document import load_index
     from data.shards.reader import ShardReader, read_labels
@@ -123,7 +123,7 @@ def list_samples(
 
 
 def examine(path: str, *, decode: bool, page: str | None, world: int, workers: int, cache: str | None) -> "Report":
-    """Check every sample of a data set, print the report, and write it as HTML to `page` if given."""
+    """Check every sample of a data set, print a report, and also write the report as HTML to `page`, if given."""
     from data.extras.doctor.doctor import check
     from data.extras.doctor.page import write_page
     from data.index.document import load_index

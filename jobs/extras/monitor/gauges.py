@@ -2,7 +2,7 @@
 
 The driver sets these gauges, so they appear on the metrics port of the driver's node. Each node also exports a gauge
 for its workers (jobs/cluster/ray_agent.py), and Ray exports the CPUs, GPUs, memory, disks and network of each node.
-Ray's own method to report numbers from a worker, `train.report`, delays the step by 2 s per call (measured).
+Ray's own way to report numbers from a worker, `train.report`, delays the step by 2 s per call (measured).
 
 Ray drops a gauge that has not been set for about 25 s (measured with Ray 2.60). Therefore, the gauges of a finished
 stage disappear, and those of a running stage are set at every poll, even if there is no new report.
@@ -84,7 +84,7 @@ def values_of(message: StatusMessage) -> dict[str, float]:
 
 
 class Gauges(ThreadedWatcher):
-    """Sets one Ray gauge per value, once this process is connected to a Ray cluster."""
+    """Sets one Ray gauge per value, after this process has joined a Ray cluster."""
 
     name = "monitoring"
 
@@ -95,12 +95,12 @@ class Gauges(ThreadedWatcher):
         self.gauges: dict[str, Gauge] = {}
 
     def started(self, campaign: Campaign, lease: Lease, log: Log) -> None:
-        """Store the campaign and its lease; the cluster is joined later."""
+        """Store the campaign and its lease; the command joins the cluster later."""
         self.campaign = campaign
         self.lease = lease
 
     def stage(self, context: Context) -> None:
-        """Create the gauges before the first stage that runs on Ray; they survive a reconnection (measured)."""
+        """Create the gauges before the first stage that runs on Ray; the gauges survive a reconnection (measured)."""
         super().stage(context)
         # If Ray has not been imported, there is no connection; importing it would take seconds.
         if self.gauges or "ray" not in sys.modules or not sys.modules["ray"].is_initialized():
@@ -121,7 +121,7 @@ class Gauges(ThreadedWatcher):
             self.gauges[name].set(value, tags={"run": message.run, "stage": message.stage})
 
     def show_run(self) -> None:
-        """Set the gauges of the command: the age of its lease, and its exit code once it has ended."""
+        """Set the gauges of the command: the age of the lease and, once the command has ended, the exit code."""
         assert self.campaign is not None and self.lease is not None
         run = self.campaign.run
         tags = {"run": run.name}

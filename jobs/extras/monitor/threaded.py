@@ -4,7 +4,8 @@
         def show(self, message: StatusMessage) -> None: ...
 
 The driver stores the newest status message. Every five seconds, the thread passes it to `show`; Ray gauges must be set
-at least every 20 s. If a call fails, a line is logged, and the next call retries.
+at least every 20 s. If a call fails, the failure is logged, and the next
+call tries again.
 """
 
 import threading
@@ -24,7 +25,7 @@ CLOSE_S = 5.0  # maximum wait for the last call, because Ray's head may not resp
 
 
 class ThreadedWatcher(Watcher):
-    """Base class of watchers whose `show` may take long or never return."""
+    """Base class of watchers whose `show` may take a long time or never return."""
 
     name = ""  # prefix of its lines in the log
     close_s: float | None = None  # how long `close` waits for the last call; None: CLOSE_S
@@ -44,10 +45,10 @@ class ThreadedWatcher(Watcher):
         """Show the state of a stage; runs in the thread."""
 
     def show_run(self) -> None:
-        """Show the state of the command; runs in the thread at every interval and once at the end."""
+        """Show the state of the command; runs in the thread at regular intervals and once at the end."""
 
     def start(self, log: Callable[[str], None]) -> None:
-        """Start the thread; it also shows messages that were stored before it started."""
+        """Start the thread, which also shows the messages stored before it started."""
         self.log = log
         self.thread = threading.Thread(target=self.work, name=self.name, daemon=True)
         self.thread.start()
@@ -69,7 +70,7 @@ class ThreadedWatcher(Watcher):
             self.newest = message
 
     def close(self) -> None:
-        """Show the remaining messages and stop the thread; give up if a call does not return in time."""
+        """Show the remaining messages and stop the thread; give up if a call of `show` does not return in time."""
         if self.thread is None:
             return
         self.closing.set()

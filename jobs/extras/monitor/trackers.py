@@ -2,7 +2,7 @@
 
     trackers: {wandb: {project: vit}, mlflow: {uri: "https://mlflow.example"}}
 
-1. Each tracker has a separate thread in the driver, so that a server that does not respond blocks only this thread.
+1. Each tracker has a separate thread in the driver, so that an unresponsive server blocks only this thread.
 2. The thread sends the numbers in new records of the stage's metrics.jsonl, each at its step.
 3. `tracker-wandb.json` in the stage's folder stores the id of the tracker run and the number of bytes sent. After a
    restart, the thread resumes the same tracker run and sends nothing twice.
@@ -42,7 +42,7 @@ Log = Callable[[str], None]
 
 
 class Wandb:
-    """Sends to Weights & Biases: one W&B run per stage, grouped by run directory.
+    """Sends metrics to Weights & Biases: one W&B run per stage, grouped by run directory.
 
     The W&B client sends from a separate process.
     """
@@ -55,7 +55,7 @@ class Wandb:
         self.run: Any = None
 
     def open(self, message: StatusMessage, facts: Facts, run_id: str) -> tuple[str, str]:
-        """Create the W&B run of a stage, or resume the one with this id; return its id and address."""
+        """Create the W&B run for a stage, or resume the W&B run with this id; return its id and address."""
         self.run = self.wandb.init(
             project=self.options.project,
             entity=self.options.entity or None,
@@ -92,7 +92,7 @@ class Wandb:
 
 
 class Mlflow:
-    """Sends to MLflow: one MLflow run per stage, named after run directory and stage."""
+    """Sends metrics to MLflow: one MLflow run per stage, named after run directory and stage."""
 
     def __init__(self, options: MlflowConfig) -> None:
         import mlflow
@@ -103,7 +103,7 @@ class Mlflow:
         self.run_id = ""
 
     def open(self, message: StatusMessage, facts: Facts, run_id: str) -> tuple[str, str]:
-        """Create the MLflow run of a stage, or resume the one with this id; return its id and a description."""
+        """Create the MLflow run for a stage, or resume the MLflow run with this id; return its id and a description."""
         if not run_id:
             experiment = self.client.get_experiment_by_name(self.options.experiment)
             if experiment is None:
@@ -155,7 +155,7 @@ class Tracker(ThreadedWatcher):
         self.facts[context.directory] = facts_of(context.campaign, context.stage)
 
     def show(self, message: StatusMessage) -> None:
-        """Send the stage's new records; close its tracker run if the stage has ended."""
+        """Send the stage's new records; close the tracker run if the stage has ended."""
         path = message.directory / f"tracker-{self.name}.json"
         memory: dict[str, Any] = {"id": "", "bytes": 0}
         if path.exists():
@@ -185,7 +185,7 @@ class Trackers(Watcher):
         self.trackers: list[Tracker] | None = None  # None before the first stage
 
     def stage(self, context: Context) -> None:
-        """Start the trackers before the first stage, and prepare them for this one."""
+        """Start the trackers before the first stage, and prepare them for the current stage."""
         if self.trackers is None:
             options = context.campaign.trackers
             assert isinstance(options, TrackersConfig), "jobs/recipe/campaign.py builds it if this extra is installed"
@@ -243,7 +243,7 @@ def facts_of(campaign: Campaign, stage: Stage) -> dict[str, Any]:
 
 
 def numbers_of(record: Record) -> dict[str, float]:
-    """Return a record's numbers, named as in TensorBoard: {"train/loss": 2.841, …}."""
+    """Return the numbers in a record, named as in TensorBoard: {"train/loss": 2.841, …}."""
     numbers = {}
     for name, value in record.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -8,7 +8,7 @@ from jobs.commands.arguments import Debug
 
 
 def minutes_of(text: str) -> float:
-    """Parse a duration and return minutes, which are also the default unit: 10, 90s, 2min, 1h."""
+    """Parse a duration into minutes; a number without a unit is in minutes: 10, 90s, 2min, 1h."""
     from pipeline.values import SECONDS, read_number
 
     number = read_number(text, "_s", whole=False)

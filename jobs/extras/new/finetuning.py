@@ -1,10 +1,10 @@
-"""Published settings for fine-tuning weights, by what the weights are, for `patchline new --init`.
+"""Published settings for fine-tuning, by the kind of weights, for `patchline new --init`.
 
     a DINOv2 of timm, transformers or its repository    AdamW, 1e-5 at batch size 512, images of 224 pixels
     pretraining of this project or AugReg               SGD, 0.03 at batch size 512, the size of the weights
 
-Patchline has one learning rate for all layers. Settings that were published with a rate for each layer are converted to
-one rate, and their row says so.
+Patchline has one learning rate for all layers. Settings published with a rate per layer are converted to one rate,
+and their row mentions this.
 """
 
 import math
@@ -22,7 +22,7 @@ MEAN_OF_LAYERS = sum(0.65**layer for layer in range(1, 13)) / 12
 
 @dataclass(frozen=True)
 class FineTuning:
-    """An optimizer with its learning rate for a batch size, and where it was published."""
+    """An optimizer with its learning rate at a batch size, and the publication that reports them."""
 
     optimizer: str  # adam (decoupled decay, so AdamW) or sgd
     lr: float
@@ -31,13 +31,13 @@ class FineTuning:
     source: str
 
     def lr_at(self, batch_size: int) -> float:
-        """Return the learning rate at another batch size, scaled with its square root."""
+        """Return the learning rate at another batch size, scaled with the square root of the batch size."""
         return self.lr * math.sqrt(batch_size / self.batch_size)
 
 
 SUPERVISED = FineTuning("sgd", 0.03, 512, 0.0, "SGD: 0.03 at batch size 512 (ViT paper, table 4)")
 CONTRASTIVE = FineTuning(
-    "adam", 3e-5, 512, 0.1, "weights trained with texts, AdamW: 3e-5 at batch size 512 (Wortsman et al. 2022, WiSE-FT)"
+    "adam", 3e-5, 512, 0.1, "image-text weights, AdamW: 3e-5 at batch size 512 (Wortsman et al. 2022, WiSE-FT)"
 )
 SELF_DISTILLED = FineTuning(
     "adam", 1e-5, 512, 0.1, "DINOv2's choice, AdamW of DeiT III: 1e-5 at batch size 512 (Oquab et al. 2024, section 7)"
@@ -53,11 +53,11 @@ MASKED = FineTuning(
 
 
 def settings_of(source: ModelConfig, form: dict[str, Any] | None) -> FineTuning:
-    """Return the settings for weights of this config and form; the first match wins."""
+    """Return the settings for weights with this config and form; the first match wins."""
     name = str((form or {}).get("architecture") or (form or {}).get("model_type") or "")
     if not isinstance(source, ViTConfig):
         return SUPERVISED
-    # 1. Contrastive training with texts leaves a norm before the blocks (CLIP), or attention pooling (SigLIP).
+    # 1. Contrastive image-text training leaves a norm before the blocks (CLIP), or attention pooling (SigLIP).
     if source.pre_norm or (source.pool == "map" and source.activation != "swiglu") or "clip" in name:
         return CONTRASTIVE
     # 2. Self-distillation: DINOv2 and DINOv3, recognised by LayerScale without a head.
@@ -74,7 +74,7 @@ def settings_of(source: ModelConfig, form: dict[str, Any] | None) -> FineTuning:
 
 
 def image_size_of(source: ModelConfig) -> tuple[int, int]:
-    """Return the image size at which weights are fine-tuned: their own, or EVALUATED if it is far larger."""
+    """Return the image size for fine-tuning: that of the weights, or EVALUATED if theirs is far larger."""
     height, width = source.image_size
     if not isinstance(source, ViTConfig) or max(height, width) <= LARGEST:
         return source.image_size

@@ -167,7 +167,7 @@ def new(
 
 
 def unused_run_name(recipe: Path) -> str:
-    """Return the name of a recipe's run: that of its file, with a number if runs/ already has a run of this name."""
+    """Return a name for a recipe's run: the name of the recipe file, plus a number if runs/ already has such a run."""
     name = re.sub(r"[^\w-]+", "-", recipe.stem).strip("-") or "images"
     unused = name
     number = 2
@@ -215,7 +215,7 @@ def describe(image_set: FoundSet) -> None:
 
 
 def inputs_of(sets: Sets) -> tuple[dict[str, dict[str, Any]], dict[str, str], str]:
-    """Return the sets to pack, the quoted paths for training and evaluation, and the path of the set to split."""
+    """Return the data sets to pack, the quoted paths for training and evaluation, and the data set to hold out from."""
     places = {}
     packed = {}
     for set_name, image_set in (("train", sets.train), ("test", sets.test)):
@@ -238,7 +238,7 @@ def inputs_of(sets: Sets) -> tuple[dict[str, dict[str, Any]], dict[str, str], st
 
 
 def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", machine: "Machine") -> None:
-    """Render the recipe: the data sets of its stages, and one line with a reason for each choice."""
+    """Render the recipe: the data sets of its stages, and a comment with the reason for each choice."""
     # 1. The cluster.
     cluster: dict[str, Any] = {"backend": "processes", "workers": machine.workers}
     cores_of_worker = max(1, machine.cores // machine.workers)
@@ -289,7 +289,7 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
 
 
 def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:
-    """Render the recipe of a linear probe: frozen features of the weights, and classifiers fitted to them."""
+    """Render the recipe of a linear probe, which fits classifiers to frozen features of the weights."""
     packed, places, path_of_parts = inputs_of(sets)
     if "test" not in places:
         raise UsageError(
@@ -316,7 +316,7 @@ def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template of this folder."""
+    """Render a template in this folder."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,

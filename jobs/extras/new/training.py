@@ -90,7 +90,7 @@ class Machine:
 
 
 class ModelCandidate(NamedTuple):
-    """A model to select from: its section in the recipe, its config, and its name in AugReg's tables."""
+    """A candidate model: its section in the recipe, its config, and its name in AugReg's tables."""
 
     section: dict[str, Any]
     model: ModelConfig
@@ -130,7 +130,7 @@ def this_machine() -> Machine:
 
 
 def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, init: str | None) -> TrainingChoice:
-    """Select model, augmentation and length, for training from random weights or fine-tuning of the weights `init`.
+    """Select model, augmentation and length for training from random weights, or for fine-tuning the weights `init`.
 
     `name` fixes the model. Fine-tuning uses the settings published for weights of their kind (finetuning.py).
     """
@@ -222,7 +222,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
 
 
 def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[ModelCandidate]:
-    """Return the candidate models for images of this size; only one if `name` is given."""
+    """Return the candidate models for images of this size; only one candidate if `name` is given."""
     train = sets.train
     side = train.shorter_side
     # Tiny images get small patches. On CPUs, large images are downscaled, because training would take days otherwise.
@@ -265,7 +265,7 @@ def by_images(images: int, table: Sequence[tuple[int, int]]) -> int:
 
 
 def batches(images: int, model: ModelConfig, machine: Machine, optimizer: str) -> tuple[int, int]:
-    """Return the batch size, and a micro-batch that fits into a worker's memory."""
+    """Return the batch size, and a micro-batch size that fits into a worker's memory."""
     workers = machine.workers
     if machine.gpus:
         batch_size = by_images(images, GPU_BATCHES)

@@ -1,11 +1,11 @@
-"""Table of the checks of `plan`, `trial` and `preflight`; each check lists the commands that show it.
+"""Table of the checks in `plan`, `trial` and `preflight`; each check lists the commands that run it.
 
 In:  "preflight", and the reports of a worker group (ClusterFacts)
 Out: OK   clocks      within 3 ms of the driver's, ± 4 ms
      WARN links       all 3 pairs of workers; slowest 0–2 (h0, h2): 1.0 MB in 412.0 ms, 38 × the fastest between nodes
           → check h2's cable, switch port and routes; NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME select another interface
 
-The checks of the recipe itself, which `run` makes too, come first (jobs/recipe/validate.py).
+The checks of the recipe itself, which `run` also performs, come first (jobs/recipe/validate.py).
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ GROUP = "group"  # needs ClusterFacts with the measurements of a worker group
 
 @dataclass(frozen=True)
 class Check:
-    """A check: its subject, the facts it needs, and the commands that show it."""
+    """A check, with its subject, the facts that it needs, and the commands that run it."""
 
     name: str
     needs: str  # STAGE, NODES or GROUP
@@ -59,7 +59,7 @@ CHECKS = (
 
 
 def results(command: str, facts: TrainedFacts | ClusterFacts, *available: str) -> list[CheckResult]:
-    """Run the checks of a command whose facts are `available`; return the results in table order."""
+    """Run those checks of a command whose facts are available; return the results in table order."""
     shown = []
     for check in CHECKS:
         if command not in check.commands.split() or check.needs not in available:

@@ -154,7 +154,7 @@ def gpus(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def all_reduce(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Report the speed of an all-reduce over all workers."""
+    """Report the speed of an all-reduce across all workers."""
     network = facts.network
     if network is None:
         return
@@ -170,7 +170,7 @@ def all_reduce(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def reduction(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Estimate the time per step for reducing gradients, from the measured speed of the all-reduce."""
+    """Estimate the time per step spent on reducing gradients, from the measured all-reduce speed."""
     network = facts.network
     if network is None:
         return
@@ -192,7 +192,7 @@ def reduction(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def links(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Find the pair of workers with the slowest link; warn if it is much slower than others of its kind."""
+    """Find the pair of workers with the slowest link; warn if it is much slower than other links of the same kind."""
     network = facts.network
     if network is None:
         yield CheckVerdict("OK", "not measured, because there is only one worker")
@@ -201,7 +201,7 @@ def links(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     pairs = network["pairs"]
     which = f"all {counted(len(pairs), 'pair')} of workers"
     if not network["all_pairs"]:
-        which = f"{len(pairs)} pairs (neighbors in the ring, and first workers of nodes)"
+        which = f"{len(pairs)} pairs (neighbours in the ring, and first workers of nodes)"
     slowest = max(pairs, key=lambda pair: pair["seconds"])
     low, high = slowest["ranks"]
     text = (
@@ -240,7 +240,7 @@ def links(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def run_folder(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Check that the run directory is on storage shared by driver and nodes, with the required file operations."""
+    """Check that driver and nodes share the run directory, and that its storage supports the required operations."""
     if not facts.requirements.is_shared:
         yield CheckVerdict("OK", "separate on each node, because the run is in an object store")
         return
@@ -389,7 +389,7 @@ def open_files(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def sets(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Check that every node can read every data set, and that it is fast enough."""
+    """Check that every node can read every data set, and that reading is fast enough."""
     for path, rate_needed in facts.requirements.sets.items():
         rates: dict[str, float] = {}  # node → bytes/s
         for place in facts.everywhere:

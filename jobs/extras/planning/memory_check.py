@@ -1,7 +1,8 @@
-"""Check that a training stage fits into the memory of its devices, before it runs and before each attempt.
+"""Check, before a training stage runs and before each attempt, that the stage fits into its devices' memory.
 
 1. If `cluster.gpu_memory_gb` is set, raise an error for a stage that does not fit, and suggest changes.
-2. If a plan has traced the stage's step before, workers compare the required with the free memory of their device.
+2. If a plan has already traced the stage's step, each worker compares the required memory with the free memory of its
+   device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,8 +35,8 @@ class MemoryCheck(TrainingExtra):
         """Return the bytes that a worker needs, if a plan has already traced this step; otherwise {}.
 
         If the recipe allows several numbers of workers, use the largest number, with which each worker needs the least,
-        so that no start is refused wrongly. Return {} for a stage that never uses whole images, because it needs less
-        than the traced step.
+        so that no start is refused wrongly. Return {} for a stage that never uses whole images, because such a stage
+        needs less than the traced step.
         """
         from pipeline.extras.plan.memory import need_if_traced
 
@@ -48,7 +49,7 @@ class MemoryCheck(TrainingExtra):
 
 
 def sees_whole_images(cfg: TrainConfig, model: ModelConfig) -> bool:
-    """Return whether any step of a stage trains on whole images, like the traced step."""
+    """Return whether any step of a stage trains on whole images, as the traced step does."""
     return has_whole_images(cfg.phases(MANY, model))
 
 

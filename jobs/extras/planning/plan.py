@@ -10,11 +10,11 @@
 
 1. Describe each stage in a few lines (`Plan.add_stage`); for a training stage, `PlannedTraining` (plan_training.py)
    computes batch, data, compute, memory and time.
-2. Sum up all stages in the first three lines (`Plan.sum_up`), then print everything.
+2. Sum up all stages in three lines (`Plan.sum_up`), and print these lines first.
 
-Times come from trials on the cluster (`python -m jobs trial`); without trials, they are labeled as estimates. Nothing
-is started or written. Missing data and weights are listed, and lines that depend on them are omitted. The command then
-exits with 65, as `run` would, or with 0 if `--without-data` is given.
+Times come from trials on the cluster (`python -m jobs trial`); without trials, times are estimated and labelled as
+estimates. Nothing is started or written. Missing data and weights are listed, and lines that depend on them are
+omitted. The command then exits with 65, as `run` would, or with 0 if `--without-data` is given.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from pipeline.values import counted
 
 
 def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -> None:
-    """Print the plan: three summary lines, then the lines of every stage. `log` reports longer waits."""
+    """Print the plan: three summary lines, then the lines of every stage. `log` reports long waits."""
     cluster = campaign.cluster
     workers = str(cluster.most)
     if cluster.least < cluster.most:
@@ -65,7 +65,7 @@ def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -
 
 @dataclass
 class Plan:
-    """The lines of all stages in execution order, and their sums."""
+    """The lines of all stages in execution order, and the totals."""
 
     campaign: Campaign
     assumed: Assumptions
@@ -208,7 +208,7 @@ class Plan:
 
 
 def known_names(stage: Stage, available: Available) -> tuple[Names, list[str]]:
-    """Return the class names of a stage's first data set with names, and those without names as "field (path)"."""
+    """Return a stage's class names, from its first data set with names, and its unnamed data sets as "field (path)"."""
     paths: dict[str, str] = {}
     for shared in stage.kind.shared_classes(stage.config):
         paths |= shared.sets

@@ -5,8 +5,9 @@
       memory  23.1 GiB per worker …
       time    800 ms per step on 8 workers: compute 752 ms, …; 5.1k images/s (measured 2026-11-23; …)
 
-If values are unknown, for example because data or weights do not exist yet, their line is omitted or gives the reason.
-Times come from trials (`python -m jobs trial`); without trials, they are labeled as estimates.
+If values are unknown, for example because data or weights do not exist yet, the corresponding line is omitted or gives
+the reason. Times come from trials (`python -m jobs trial`); without trials, times are estimated and labelled as
+estimates.
 """
 
 import math
@@ -81,7 +82,7 @@ class PlannedTraining(TrainedFacts):
         self.is_asynchronous = getattr(self.cfg, "evaluate_on", "training") == "spare"
 
     def work_out(self) -> None:
-        """Add all lines and compute the numbers, as far as data and model are known."""
+        """Compute the numbers and add all lines, as far as the data and the model are known."""
         is_known = self.describe()
         self.log(f"plan: {self.name}: estimating the memory of a step (once per config) …")
         for result in results("plan", self, STAGE):
@@ -96,7 +97,7 @@ class PlannedTraining(TrainedFacts):
             self.add_time()
 
     def describe(self) -> bool:
-        """Add the lines for batch, steps, data and compute; return whether data and model are known."""
+        """Add the lines for batch, steps, data and compute; return whether the data and the model are known."""
         cfg = self.cfg
         # 1. How a batch is split over the workers.
         arithmetic = batch_arithmetic(cfg, self.world)
@@ -216,7 +217,7 @@ class PlannedTraining(TrainedFacts):
         self.add("time", f"unknown: {self.no_time}")
 
     def add_measured_time(self, rate: Rate) -> None:
-        """Add the time of a step measured in a trial, and of all steps, including failures if an MTBF is given."""
+        """Add the step time measured in a trial, and the time of all steps, with failures if an MTBF is given."""
         cfg = self.cfg
         trial = rate.trial
         step_s = cfg.batch_size / rate.images_per_s
@@ -253,10 +254,10 @@ class PlannedTraining(TrainedFacts):
         text = f"every {cfg.save_every:,} steps; "
         if with_best_s < (1 - LEAST_GAIN) * seconds:
             sooner = "at all" if math.isinf(seconds) else f"{1 - with_best_s / seconds:.0%} sooner"
-            text += f"every {best_every:,} steps, it finishes {sooner} (Young 1974): type "
+            text += f"saving every {best_every:,} steps would make it finish {sooner} (Young 1974): set "
             text += f"{self.name}.save_every={best_every}"
         else:
-            text += f"with no other interval does it finish {LEAST_GAIN:.0%} sooner (Young 1974)"
+            text += f"no other interval would make it finish {LEAST_GAIN:.0%} sooner (Young 1974)"
         self.add(
             "save",
             f"{text}; a save pauses training for {milliseconds(trial.save_stall_s)} and is committed after "
@@ -280,7 +281,7 @@ class PlannedTraining(TrainedFacts):
         self.add("finish", f"{text}; {money}")
 
     def evaluated_images(self) -> int:
-        """Return the total number of images that the training workers evaluate, in data sets that exist."""
+        """Return the total number of images that the training workers evaluate, counting only existing data sets."""
         images = 0
         for path in (self.cfg.data.evaluate, self.cfg.probe.train, self.cfg.probe.test):
             index = index_if_made(self.campaign.path_of(path)) if path else None

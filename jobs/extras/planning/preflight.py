@@ -6,7 +6,7 @@
 
 1. Collect the requirements of the recipe: data sets, sizes of gradients and checkpoints, GPUs.
 2. Start the recipe's worker group with a function that measures but does not train (pipeline/extras/preflight).
-   Meanwhile, answer files that nodes write to the run directory, to check that the driver sees them.
+   Meanwhile, the driver replies to files that nodes write to the run directory, which checks that it sees them.
 3. Make the same measurements on nodes without a worker, because a later attempt may run there. If the worker group has
    failed, make them on every node.
 4. Compare the reports with the requirements (checks.py). The checks of the recipe itself come first.
@@ -107,7 +107,7 @@ def preflight(campaign: Campaign) -> int:
 def worlds_of_all(campaign: Campaign) -> list[int]:
     """Return the numbers of workers allowed by all unfinished stages, in descending order.
 
-    If there is no common number, return those of the first unfinished stage.
+    If the stages have no number in common, return the numbers allowed by the first unfinished stage.
     """
     first: list[int] = []
     common: list[int] = []
@@ -215,7 +215,7 @@ def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) ->
 def measure_everywhere(
     campaign: Campaign, requirements: Requirements, world: int
 ) -> tuple[PreflightReport, Exception | None, Mapping[str, str]]:
-    """Measure on a group of `world` workers and on the nodes without a worker; answer their files meanwhile.
+    """Measure on `world` workers and on the nodes without a worker, while replying to their files.
 
     If the worker group fails, measure on all nodes without workers. Returns the reports, the error of the worker group
     if it failed, and node name → reason for each node without a report. Raises OSError if the run directory is not
@@ -262,7 +262,7 @@ def measure_everywhere(
 
 
 def nothing_measured(error: Exception) -> CheckResult:
-    """Return the FAIL for a failed worker group; its exit code is UNAVAILABLE if the error has no specific one."""
+    """Return the FAIL for a failed worker group; the exit code is UNAVAILABLE unless the error has a specific code."""
     failure = CheckResult.of(error, "workers")
     code = failure.exit_code
     if code == ExitCode.INTERNAL:

@@ -18,9 +18,9 @@ from jobs.run.sync import fetch_small_files, is_synced, last_owner
 
 @contextmanager
 def temporary_run(run: Path) -> Iterator[Path]:
-    """Create a temporary folder in the run directory for the block; also remove a run directory that did not exist.
+    """Create a temporary folder in the run directory for the block; remove the run directory too if it is new.
 
-    In the main thread, SIGTERM raises KeyboardInterrupt during the block, so that the folder is removed in any case.
+    In the main thread, SIGTERM raises KeyboardInterrupt during the block, so that the folder is always removed.
     """
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Check a training stage using only its recipe and this machine: inputs, cores, feed, memory."""
+"""Check a training stage using only its recipe and this machine: inputs, cores, decoding speed, memory."""
 
 import math
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ class TrainedFacts:
 
     @property
     def fits(self) -> bool:
-        """Return False if a worker's device is known to have too little memory."""
+        """Return whether the stage fits into the memory of a worker's device; True if the limit is unknown."""
         return not self.limit or self.device_bytes <= self.limit
 
 
@@ -94,7 +94,7 @@ def cores(facts: TrainedFacts) -> Iterator[CheckVerdict]:
 
 
 def feed(facts: TrainedFacts) -> Iterator[CheckVerdict]:
-    """Check whether a worker's decoding processes can feed its GPU."""
+    """Check whether a worker's decoding processes are fast enough for its GPU."""
     cfg = facts.cfg
     if not facts.is_gpu or facts.model is None:
         return

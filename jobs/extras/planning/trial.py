@@ -6,8 +6,8 @@
     pretrain   after a start, steps are steady after 14.2 s
     pretrain   saved in runs/x/trials/d91ff90d-8.json, which python -m jobs plan RECIPE uses
 
-1. Run every training stage whose data exists as in `run`, with the same workers, loop and saves, but with fewer steps
-   and without evaluations. Its folder is deleted at the end.
+1. Run every training stage whose data exists, with the same workers, loop and saves as in `run`, but with fewer steps
+   and without evaluations. The stage's folder is deleted at the end.
 2. Compute the time of each part of a step from the stage's records (pipeline/extras/plan/trial.py).
 3. Save the result with the run, under the number of workers and a digest of everything that affects step time.
 """
@@ -37,7 +37,7 @@ from pipeline.values import amount, counted, milliseconds
 
 
 def trial(campaign: Campaign, only: str | None) -> None:
-    """Measure all training stages, or only the stage `only`, and save the results.
+    """Measure all training stages, or only the stage named by `only`, and save the results.
 
     Raises ConfigError if no stage trains, DataError if no stage can be measured, and the errors of running a stage.
     """
@@ -122,7 +122,7 @@ def trial_key(campaign: Campaign, stage: Stage) -> str:
 
 
 def try_stage(campaign: Campaign, stage: Stage) -> None:
-    """Run and measure the steps of one stage in a temporary folder; print and save the result."""
+    """Run the steps of a stage in a temporary folder and measure them; print and save the result."""
     # 1. Change the length, saves and evaluations in the stage's config.
     cfg: TrainConfig = stage.config
     init = campaign.path_of(cfg.init)
@@ -206,7 +206,7 @@ class StepPrinter:
         self.last_step = 0
 
     def poll(self, _attempt: int, _step: int) -> None:
-        """Print the step of the newest report, unless it has been printed."""
+        """Print the step of the newest report, unless that step has already been printed."""
         reports = read_metrics(self.directory)
         if reports and reports[-1]["step"] > self.last_step:
             self.last_step = reports[-1]["step"]

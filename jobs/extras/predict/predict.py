@@ -58,7 +58,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
     verify(weights, verification.append)
     model = load(weights, {}).eval()
     if not model.config.classes:
-        raise UsageError(f"{weights} has no classification head\n  fine-tune these weights on labeled images first")
+        raise UsageError(f"{weights} has no classification head\n  fine-tune these weights on labelled images first")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
     names = class_names(weights)
@@ -111,7 +111,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
 
 
 def decoded(paths: list[str], ops: str) -> Iterator[tuple[str, np.ndarray | None, str]]:
-    """Yield name, pixels (height, width, 3) uint8 and error of each image; the pixels are None if there is an error."""
+    """Yield the name, pixels and error of each image: pixels are (height, width, 3) uint8, or None after an error."""
     for name, encoded in encoded_images(paths):
         try:
             yield name, preprocess(decode(encoded), ops), ""

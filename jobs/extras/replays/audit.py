@@ -1,13 +1,13 @@
 """Verify a training run: repeat parts of it between two commits and compare the results bit for bit.
 
-1. `choose_stretches` draws stretches between neighboring commits up to the requested share of steps, unless the user
-   has selected one.
+1. `choose_stretches` draws random stretches between consecutive commits, up to the requested share of steps, unless the
+   user has selected a stretch.
 2. Repeat each stretch in a separate run directory (jobs/extras/replays/stretch.py).
 3. `compare` compares the result with the records of the run: every loss and gradient norm, the trace of each step in
    exact mode (pipeline/engine/exact.py), the ledger, and every bit of weights and optimizer moments in the commit.
 4. If a stretch differs, repeat it once more: if this machine gives two different results, the cause is unclear.
 5. `classify` determines the cause: other data (the ledger differs), other hardware or libraries (tiny differences under
-   other conditions, which an audit cannot tell from a flipped low bit), or silent corruption.
+   different conditions, which an audit cannot distinguish from a flipped low bit), or silent corruption.
 6. Write audit.json with the checked steps, the machine and the code version; sign it with `ssh-keygen` if a key is
    given.
 """
@@ -47,7 +47,7 @@ OTHER_HARDWARE = "other hardware or libraries: cannot judge"
 
 @dataclass(frozen=True)
 class StateDifference:
-    """The largest difference in a parameter's weights or one of its moments, between two commits of a step."""
+    """The largest difference in a parameter's weights, or in one of its moments, between two commits of a step."""
 
     parameter: str
     kind: str  # "master", or a moment's name
@@ -59,7 +59,7 @@ class StateDifference:
 
 @dataclass
 class Finding:
-    """The result of one repeated stretch."""
+    """The result of repeating one stretch of steps."""
 
     start: int
     last: int
@@ -110,8 +110,8 @@ def audit(
 ) -> None:
     """Repeat stretches of a run, print a line for each, and write audit.json.
 
-    Raises DataError if a stretch differs, ClusterError if it may differ because of this machine's other conditions;
-    also UsageError and the errors of a run.
+    Raises DataError if a stretch differs, ClusterError if the difference may be due to the different
+    conditions on this machine; also UsageError, and any error that a run raises.
     """
     replays = Replays("audit", run, output, overrides)
     stage = replays.stage
@@ -177,7 +177,7 @@ def audit(
                 f"ssh-keygen cannot sign with {key}: {answer.stderr.strip()}\n  expected a private SSH key"
             )
         verify = f"ssh-keygen -Y verify -f ALLOWED_SIGNERS -I NAME -n {SIGNED_AS} -s {report}.sig < {report}"
-        echo(f"signed: {report}.sig; to verify it, type: {verify}")
+        echo(f"signed: {report}.sig; to verify it, run: {verify}")
     if differing and all(finding.verdict == OTHER_HARDWARE for finding in differing):
         conditions = sorted({name for finding in differing for name in finding.conditions})
         raise ClusterError(
@@ -193,7 +193,7 @@ def audit(
 
 
 def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Finding]:
-    """Draw stretches between neighboring commits: as many as fit into the share of all steps, but at least one.
+    """Draw random stretches between consecutive commits: as many as fit in `share` of all steps, at least one.
 
     Raises UsageError if there are no commits to compare with.
     """
@@ -216,7 +216,7 @@ def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Findi
 
 
 def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None:
-    """Compare a stretch's steps and last commit with their repetition; store the differences in `finding`."""
+    """Compare the steps and the last commit of a stretch with the repetition; store the differences in `finding`."""
     start = after.start_of(finding.last)
     start_before = before.start_of(finding.last)
     finding.world = start["world"]
@@ -291,7 +291,7 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
 
 
 def first_difference(theirs: RecordedStep, ours: RecordedStep) -> tuple[str, int | None]:
-    """Return the first differing quantity of a step ("" if all are equal), and the worker of the run, if known."""
+    """Return the first quantity that differs in a step ("" if none does), and the worker that differs, if known."""
     pairs: list[tuple[str, Sequence[float], Sequence[float]]]
     pairs = [("loss", [theirs.loss], [ours.loss]), ("gradient", [theirs.grad_norm], [ours.grad_norm])]
     if theirs.trace and ours.trace:
@@ -312,7 +312,7 @@ def first_difference(theirs: RecordedStep, ours: RecordedStep) -> tuple[str, int
 
 
 def relative(before: float | None, after: float | None) -> float:
-    """Return the difference of two numbers relative to the first; 0 only if they are equal.
+    """Return the difference between two numbers relative to the first; 0 only if the numbers are equal.
 
     All non-finite numbers, including null in a record, count as equal to each other and as different from finite ones.
     """

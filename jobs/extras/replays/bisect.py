@@ -1,8 +1,8 @@
-"""Find the samples that caused a spike by masking parts of its batch.
+"""Find the samples that caused a spike, by masking parts of the batch.
 
 `bisect RUN step=N` repeats one step many times in one attempt (pipeline/extras/replays/search.py). It prints the
-smallest group of samples without which the step's metric is normal: their keys, labels and shards, and pictures as
-stored in the data set and as the model saw them.
+smallest group of samples without which the step's metric is normal: their keys, labels and shards, and their images,
+both as stored in the data set and as seen by the model.
 """
 
 import math
@@ -33,9 +33,9 @@ MOST_SHOWN = 16  # maximum number of samples to print and to write as pictures
 
 
 def bisect(run: str, words: Sequence[str], *, output: str | None) -> None:
-    """Find the samples that caused the spike of a step, and write bisect.json.
+    """Find the samples that caused the spike at a step, and write bisect.json.
 
-    Raises UsageError and the errors of a run.
+    Raises UsageError, and any error that a run raises.
     """
     values: dict[str, str] = {}
     overrides = []
@@ -62,7 +62,7 @@ def bisect(run: str, words: Sequence[str], *, output: str | None) -> None:
 
 
 def bisect_step(replays: Replays, step: int, metric: str) -> None:
-    """Find the samples that caused the unusual loss or gradient norm of a step."""
+    """Find the samples that caused the unusual loss or gradient norm at a step."""
     # 1. Determine the normal value.
     stage = replays.stage
     recent = []
@@ -133,7 +133,7 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
 
 
 def found_samples(stage: TrainedStage, step: int, outcome: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Return the samples found by a search, and write pictures of the first ones to the folder."""
+    """Return the samples found by a search, and save the images of the first few to the folder."""
     if not outcome["rows"]:
         return []
     samples: list[dict[str, Any]] = []

@@ -68,7 +68,7 @@ def bisect(
     output: Output = None,
     _debug: Debug = False,
 ) -> None:
-    """Find the samples that caused a spike of the loss or gradient norm."""
+    """Find the samples that caused a spike in the loss or gradient norm."""
     run = str(find_trained(run))
     from jobs.extras.replays.bisect import bisect
 

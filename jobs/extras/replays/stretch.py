@@ -2,10 +2,10 @@
 
 1. audit, bisect and without create `Replays`: the stage to repeat (pipeline/extras/replays/batch.py) and an output
    folder. Nothing is written to the original run.
-2. `Replays.cluster` determines the number of workers: any number in exact mode, otherwise the original one, because
-   another number changes the bits.
+2. `Replays.cluster` determines the number of workers: any number in exact mode, otherwise the original number,
+   because a different number changes the bits.
 3. `Replays.repeat` links the commit into a separate run directory and runs the stage there like any other run, with
-   agents, attempts and exit codes. The training loop has another last step, and masks samples if requested.
+   agents, attempts and exit codes. The training loop ends at the requested step, and masks samples if requested.
 
 In:  runs/digits/pretrain, steps 100 to 150, samples to mask, and the folder runs/digits-audit/steps-101-150
 Out: in this folder, a run whose stage has the commit of step 150 and the records of its steps
@@ -53,7 +53,7 @@ class AlwaysMasked(training.TrainingExtra):
         self.masked = masked
 
     def hooks(self, cfg: TrainConfig, context: Context) -> HookOptions:
-        """Return the hook that masks these samples, in addition to those masked in the first checkpoint."""
+        """Return the hook that masks these samples, in addition to the samples masked in the first checkpoint."""
         return {"pipeline.extras.replays.spikes:Masking": {"masked": list(map(list, self.masked))}}
 
 
@@ -63,7 +63,7 @@ class Replay(training.Training):
     def __init__(
         self, name: str, class_names: tuple[str, ...], last: int, masked: Sequence[Sequence[int]], work: Work | None
     ) -> None:
-        """Train up to the step `last` without the `masked` samples; if `work` is given, run it instead of training."""
+        """Train up to the step `last` without the `masked` samples; run `work` instead of training if it is given."""
         super().__init__([*load_extras(*OF_STEPS), AlwaysMasked(masked)])
         self.inputs = {}
         self.name = name  # kind of the original stage
@@ -79,7 +79,7 @@ class Replay(training.Training):
         return super().run(cfg, context, until=self.last)
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Return no results, because the original stage has passed all checks."""
+        """Return no results, because the original stage has already passed all checks."""
         return iter(())
 
     def shared_classes(self, cfg: TrainConfig) -> list[SharedClasses]:
@@ -93,7 +93,7 @@ class Replays:
     def __init__(self, command: str, run: str, output: str | None, overrides: Sequence[str]) -> None:
         """Find the stage named by `run`: RUN/STAGE, its folder, or a run with one trained stage.
 
-        `overrides` are recipe keys of the cluster. Raises UsageError.
+        `overrides` set keys of the cluster config. Raises UsageError.
         """
         self.stage = TrainedStage(find_trained(run))
         self.record = artifacts.read_record(self.stage.folder / "stage.json")
@@ -110,7 +110,7 @@ class Replays:
             )
 
     def between(self, first: int | None, last: int | None) -> tuple[int, int]:
-        """Return --from and --to. Raises UsageError unless they are steps of two commits in ascending order."""
+        """Return --from and --to. Raises UsageError unless both are steps of commits and --from is the earlier one."""
         commits = [0, *self.stage.commits]
         if first is None or last is None or first not in commits or last not in commits[1:]:
             listed = ", ".join(map(str, commits[-12:]))
@@ -120,9 +120,9 @@ class Replays:
         return first, last
 
     def cluster(self, last: int) -> ClusterConfig:
-        """Return the cluster config for repeating the steps up to `last`: that of the run, changed by overrides.
+        """Return the cluster config for repeating the steps up to `last`: the run's config with the overrides applied.
 
-        Raises ConfigError, and UsageError if another number of workers would change the bits.
+        Raises ConfigError, and UsageError if a different number of workers would change the bits.
         """
         start = self.stage.start_of(last)
         world = start.get("world", 1)
@@ -155,10 +155,10 @@ class Replays:
     ) -> TrainedStage:
         """Repeat the stage from its commit of step `start` (0: its initial weights) to step `last`, in `folder`.
 
-        `masked` samples, given as ranges, get weight zero, like those masked by the run itself. `evaluates` evaluates
-        the last step like the run. `resumes` makes the replay a normal run, which shows its log, saves as often as the
-        original, and resumes from the contents of the folder; otherwise, the folder is deleted first. `work` runs on
-        the workers instead of training. Raises the errors of a run.
+        `masked` samples, given as ranges, get weight zero, like the samples masked by the run itself. With `evaluates`,
+        the last step is evaluated as in the run. With `resumes`, the replay is a normal run, which shows its log, saves
+        as often as the original, and resumes from the contents of the folder; otherwise, the folder is deleted first.
+        `work` runs on the workers instead of training. Raises any error that a run raises.
         """
         stage = self.stage
         cfg = stage.config_at(start + 1, last)
@@ -186,7 +186,7 @@ class Replays:
         return TrainedStage(target)
 
     def log(self, line: str) -> None:
-        """Print a line of the result, and store it for the JSON report and the run's HTML report."""
+        """Print a line of the result, and store the line for the JSON report and the run's HTML report."""
         echo(line)
         self.log_lines.append(line.strip())
 

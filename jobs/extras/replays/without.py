@@ -6,7 +6,7 @@
    If a bad sample was replaced earlier, possibly by a masked one, start from a commit before the first bad sample.
 3. Print the cost first; then repeat the steps in a separate run directory and evaluate the last one.
 4. Write audit.json with the removed samples, the first commit, and the resulting weights and ledger, which do not
-   depend on these samples. If no samples are removed, weights and ledger are equal to those of the run.
+   depend on these samples. If no samples are removed, weights and ledger are identical to the run's.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def without(
 ) -> None:
     """Repeat the steps of a run without some samples, and print how the results change.
 
-    Raises UsageError, DataError if a sample or shard is not in the run's data, and the errors of a run.
+    Raises UsageError, DataError if a sample or shard is not in the run's data, and any error that a run raises.
     """
     replays = Replays("without", run, output, overrides)
     stage = replays.stage
@@ -136,7 +136,7 @@ def without(
 
 
 def masked_ranges(index: Index, samples: str | None, shards: Sequence[str]) -> list[list[int]]:
-    """Return the samples in a list file and in shards as ranges. Raises DataError."""
+    """Return, as ranges, the samples listed in a file and the samples in shards. Raises DataError."""
     ranges = []
     # An empty list is allowed and repeats the run unchanged.
     if samples is not None and (not Path(samples).is_file() or Path(samples).read_bytes().strip()):

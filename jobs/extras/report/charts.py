@@ -1,8 +1,8 @@
-"""Draw the charts of the HTML report: curves over samples seen, and values with their intervals.
+"""Draw the charts of the HTML report: curves over samples seen, and values with confidence intervals.
 
 A long curve is reduced to a few hundred buckets, each with its minimum and maximum, so that a single outlier stays
 visible. A second curve shows means; the legend gives the number of steps per mean. Lines differ in dashes, markers and
-color.
+colour.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AMOUNT = FuncFormatter(lambda value, _place: amount(value))
 
 
 class Line(NamedTuple):
-    """A curve; `number` selects its dashes, marker and color."""
+    """A curve; `number` selects the dashes, marker and colour."""
 
     label: str
     x: np.ndarray
@@ -63,7 +63,7 @@ MARKED = {"restart": (0, (4, 3)), "excluded": (0, (1, 2)), "first difference": (
 
 
 def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarray, np.ndarray]:
-    """Reduce a curve to its first and last point and the minimum and maximum of each bucket."""
+    """Reduce a curve to the first point, the last point, and the minimum and maximum of each bucket."""
     if len(x) <= 2 * buckets:
         return x, y
     edges = np.linspace(0, len(x), buckets + 1).astype(int)
@@ -79,7 +79,7 @@ def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarr
 
 
 def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return bucket centers, bucket means and the number of points per bucket.
+    """Return the bucket centres, the bucket means, and the number of points per bucket.
 
     Non-finite values are ignored; a bucket without finite values becomes a gap.
     """
@@ -161,7 +161,7 @@ def line_chart(
 
 
 def value_chart(title: str, named: Sequence[tuple[str, float, float, float]]) -> Markup:
-    """Draw values (name, value, low, high) with their intervals, one row each, the first at the top."""
+    """Draw values (name, value, low, high) with their intervals, one per row, from top to bottom."""
     with charted():
         figure, axes = figure_of()
         rows = np.arange(len(named))
@@ -187,7 +187,7 @@ def figure_of() -> tuple[Figure, Axes]:
 def drawn(figure: Figure, axes: Axes, title: str, height: float, left: float = 0.13, below: float = 0.3) -> Markup:
     """Return the chart as SVG.
 
-    `height` and `below` are inches; `left` is a fraction of the width. The title is also the text for screen readers.
+    `height` and `below` are inches; `left` is a fraction of the width. Screen readers read the title.
     """
     width = 0.97 - left
     figure.set_size_inches(WIDTH, height)

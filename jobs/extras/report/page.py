@@ -52,7 +52,7 @@ FAILURES = ("evaluate_failed", "checkpoint_failed", "evaluate_skipped")
 
 
 class EvaluatedMetric(NamedTuple):
-    """A metric of one evaluation; its interval is computed from the number of samples or from few-shot draws."""
+    """A metric from one evaluation, whose confidence interval is computed from the sample count or few-shot draws."""
 
     step: int
     name: str
@@ -65,7 +65,7 @@ class EvaluatedMetric(NamedTuple):
 
 
 class ClassAccuracy(NamedTuple):
-    """Accuracy of a class with its interval, and the class with which it is most often confused."""
+    """The accuracy of a class with its confidence interval, and the class with which it is most often confused."""
 
     name: str
     correct: int
@@ -79,10 +79,10 @@ class ClassAccuracy(NamedTuple):
 def write_report(
     paths: Sequence[Path], output: Path, stores: Mapping[Path, Storage] | None = None, *, with_replay: bool = True
 ) -> Path:
-    """Write the report of one or several runs; return its path. Raises UsageError if a path has no run, and OSError.
+    """Write the report of one or several runs; return the path. Raises UsageError if there is no run, and OSError.
 
     If a path is the local copy of a run in an object store, `stores` maps it to that store. `with_replay` adds parts
-    that take seconds: the batches of spikes, which need torch, and images from an object store.
+    that take seconds: the batches of spikes, which need torch, and the images that are in an object store.
     """
     runs = [read_run(path, (stores or {}).get(path)) for path in paths]
     if len(runs) == 1:
@@ -96,7 +96,7 @@ def write_report(
 
 
 def run_values(run: RunHistory, album: Album) -> dict[str, Any]:
-    """Return the variables of the template run.html."""
+    """Return the variables for the template run.html."""
     detailed = run.trained[-DETAILED:]
     made: dict[str, list[dict[str, Any]]] = {}
     for stage in run.stages:
@@ -125,7 +125,7 @@ def run_values(run: RunHistory, album: Album) -> dict[str, Any]:
 
 
 def verdict(run: RunHistory) -> str:
-    """Return the state of a run in one line."""
+    """Describe the state of a run in one line."""
     results = []
     unfinished = []
     tables = tuple(f"{stage.name}." for stage in run.stages if "summary" in (stage.done or {}))
@@ -279,7 +279,7 @@ def curves(stage: StageHistory) -> dict[str, list[Line]]:
 
 
 def evaluations(stage: StageHistory) -> list[EvaluatedMetric]:
-    """Return the metrics of a stage's evaluations with their intervals, newest first."""
+    """Return the metrics of a stage's evaluations with confidence intervals, newest first."""
     by_step = {}
     for record in stage.of_kind("evaluate"):
         by_step[record["step"]] = record  # if a step was evaluated twice, use the later record
@@ -318,7 +318,7 @@ def figure_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
 
 
 def sweep_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
-    """Return the table and chart of a sweep, and a chart of the training losses of its runs."""
+    """Return the table and chart of a sweep, and a chart of the training loss of each run."""
     record = artifacts.read_record(stage.folder / "sweep.json")
     values: dict[str, Any] = {"metric": record["metric"], "chosen": record["chosen"], "rows": []}
     drawn = []
@@ -359,7 +359,7 @@ RESULTS = {"sweep.json": sweep_values, "figure.json": figure_values, "evaluation
 
 
 def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
-    """Return the variables of compare.html: curves and first difference of each stage that the runs have in common."""
+    """Return the variables for compare.html: the curves and first difference of each stage that the runs share."""
     # Name runs after their folders; if two names are equal, add the parent folders.
     names = {run.path: run.name for run in runs}
     if len(set(names.values())) < len(names):
@@ -391,7 +391,7 @@ def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
 
 
 def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, Any]:
-    """Return the template variables for a stage of several runs; compare the first run with each of the others."""
+    """Return the template variables for a stage of several runs; compare the first run with each of the other runs."""
     (base_name, base), *rest = of_runs.items()
     others = []
     marks = []

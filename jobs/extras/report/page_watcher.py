@@ -1,6 +1,7 @@
 """Keep the HTML report of a run, `<run>/report.html`, up to date: rewrite it after evaluations and at the end.
 
-The driver writes the report, so workers never wait for it. If it cannot be written, the run logs a line and continues.
+The driver writes the report, so workers never wait for it. If the report cannot be written, the failure is logged
+and the run continues.
 PATCHLINE_REPORT=off disables the report, for example for hundreds of short runs.
 """
 

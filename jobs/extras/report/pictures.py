@@ -1,4 +1,4 @@
-"""Render the images of the HTML report as small base64 JPEGs: evaluated samples, batches of spikes, replays, `analyze`.
+"""Render the images in the HTML report, such as evaluated samples and batches with spikes, as small base64 JPEGs.
 
 A report has at most `MOST` images, which keeps it below two megabytes for any number of stages. If an image cannot be
 read, the report shows the reason instead.
@@ -38,7 +38,7 @@ ANALYSES = 3  # maximum number of `analyze` folders shown
 
 
 class Picture(NamedTuple):
-    """An image with its caption."""
+    """An image with a caption."""
 
     image: Markup  # base64 JPEG
     caption: str
@@ -47,7 +47,7 @@ class Picture(NamedTuple):
 
 
 class Gallery(NamedTuple):
-    """Images under a heading. The remark describes them, or tells why images are missing."""
+    """Images under a heading. The remark describes the images, or says why images are missing."""
 
     title: str
     pictures: list[Picture]
@@ -87,7 +87,7 @@ class Album:
         return Gallery(SAMPLES, pictures, remark)
 
     def spikes(self, stage: StageHistory) -> list[Gallery]:
-        """Return the newest gradient spikes of a stage, each with images of its batch as seen by the model."""
+        """Return the newest gradient spikes of a stage, each with images from the batch as seen by the model."""
         galleries = []
         for spike in stage.of_kind("spike")[-SPIKES:]:
             title = f"Spike at step {spike['step']}: gradient norm {spike['grad_norm']:.3g}"

@@ -1,11 +1,11 @@
-"""Computes the size and cost of a run: the axes of a study's figures (as in the paper's figures 3 to 5 and table 6).
+"""Compute the size and cost of a run: the axes of a study's figures (as in the paper's figures 3 to 5 and table 6).
 
 In:  the folder of a finished stage and, if it trained, its metrics.jsonl
 Out: {"parameters": 86567656, "gmacs": 17.56, "exaflops": 1.27, "images": 1281167, "samples": 12000000, "steps": 2930,
      "seconds": 3600.0, "images_per_s": 3333.3}
 
-Compute is counted as in `plan`. `seconds` covers only the steps that contribute to the weights: no
-startup, evaluations or repeated steps.
+Compute is counted as in `plan`. `seconds` covers only the steps that contribute to the weights, without startup,
+evaluations or repeated steps.
 """
 
 from pathlib import Path
@@ -50,9 +50,9 @@ def axes_of(stage: Stage, folder: Path) -> dict[str, float]:
 
 
 def axes_at(cfg: TrainConfig, model: ModelConfig, step: int, steps: int) -> dict[str, float]:
-    """Return the axes after step `step` of a stage with `steps` steps in total, before or after the stage has run.
+    """Return the axes after step `step` of a stage with `steps` steps in total, whether or not the stage has run.
 
-    The steps of a branch are counted from step 0 of its trunk.
+    The steps of a branch are counted from step 0 of the trunk.
     """
     # The number of patches per step depends on the total number of steps.
     phases = cfg.phases(steps, model)

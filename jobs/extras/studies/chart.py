@@ -1,4 +1,4 @@
-"""Draws a study's figure.json (jobs/extras/studies/figure.py), as image files and as inline SVG for the report."""
+"""Draw a study's figure.json (jobs/extras/studies/figure.py) as image files and as inline SVG for the report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST_LABEL = 28  # characters
 
 
 def write_study_chart(record: Mapping[str, Any], folder: Path) -> None:
-    """Write a study's figure as figure.png and figure.svg, in the light color scheme on white."""
+    """Write a study's figure as figure.png and figure.svg, in the light colour scheme on white."""
     style: Any = {**STYLE, "figure.facecolor": "white"}
     for key, value in style.items():
         if isinstance(value, str):
@@ -41,7 +41,7 @@ def study_chart(record: Mapping[str, Any]) -> Markup:
 
 
 def study_figure(record: Mapping[str, Any], colours: Mapping[str, str]) -> Figure:
-    """Draw our points and, if figure.json has them, the paper's in a second panel; return the figure."""
+    """Draw our points and, if figure.json has any from the paper, those in a second panel; return the figure."""
     panels = [record]
     if "paper" in record:
         panels.append(record["paper"])

@@ -1,9 +1,9 @@
-"""Expands sweeps: one section of a recipe becomes many stages and a table of their results.
+"""Expand sweeps: one section of a recipe becomes many stages and a table of their results.
 
 `sweep:` in a section names the fields that vary; `expand` writes one section for each run:
-1. `each`: one run per name, with the fields below that name, for example the tasks of a benchmark;
+1. `each`: one run per name, with the fields under that name, for example the tasks of a benchmark;
 2. `grid`: one run for every combination of the fields' values;
-3. `seeds`: every run once per seed;
+3. `seeds`: every run is repeated once per seed;
 4. with `held_out`, the grid is trained on one part of the training data and evaluated on the rest; the runs over the
    seeds then use the best values, which the stage `<section>.grid` selects after all runs of the grid.
 
@@ -15,11 +15,11 @@
         held_out: {data: {train: most, …}}        finetune            table of the runs: mean ± sd
         seeds: [0, 1]
 
-All of them are ordinary stages: each has its own key, and is skipped if finished and resumed if not. All runs share
-the stages they read. `expand` only rewrites sections; it does not deal with keys or folders.
+All of them are ordinary stages: each has its own key, and is skipped if finished and resumed if not. All runs share the
+stages that they read. `expand` only rewrites sections; it does not deal with keys or folders.
 
 A section that reads "@pretrain.*" becomes one stage for every run of the sweep `pretrain`, with the same suffix, row
-and seed. If the section has a sweep of its own, that sweep is applied to each of these stages:
+and seed. If the section also has a sweep, that sweep is applied to each of these stages:
 
     pretrain: {sweep: {each: {small: …, large: …}}}       pretrain.small   pretrain.large   pretrain
     resize:   {init: "@pretrain.*"}                    →  resize.small     resize.large     resize
@@ -54,7 +54,7 @@ NO_NAME = re.compile(r"[^A-Za-z0-9._-]")  # a character not allowed in a stage's
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """What varies between several runs of a stage; a table of all runs is written at the end (docs/studies.md)."""
+    """The settings that vary between the runs of a sweep, which ends with a table of all runs (docs/studies.md)."""
 
     each: dict[str, Any] = field(default_factory=dict)  # runs by name, with the fields that differ for each
     # lists of values; one run for every combination. Names of `each` may override grid and held_out
@@ -84,7 +84,7 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep: its section, and its row in the table."""
+    """A run of a sweep: a section of the recipe and a row in the table."""
 
     section: Section
     row: str  # runs in the same row differ only by seed
@@ -92,7 +92,7 @@ class Run:
     values: Section  # the run's values from the grid, by dotted name
 
     def after(self, parent: "Run", name: str) -> "Run":
-        """Return this run combined with its `parent`, a run of another sweep; `name` is this run's section."""
+        """Return this run combined with `parent`, a run of another sweep; `name` is the section of this run."""
         row = parent.row
         if self.row != name:
             row = f"{parent.row}, {self.row}"
@@ -101,10 +101,10 @@ class Run:
 
 
 def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], object]) -> Sections:
-    """Return the sections of a recipe by stage name, with each section that has a `sweep` expanded to several.
+    """Return the sections of a recipe by stage name; each section that has a `sweep` is expanded to several sections.
 
-    `check` is called once for every sweep, with the section and the first values of every varying field, so that its
-    errors name the keys that the user wrote.
+    `check` is called once for every sweep, with the section and the first values of every varying field, so that error
+    messages name the keys that the user wrote.
     """
     sections: dict[str, StageSection] = {}
     tables_above: dict[str, dict[str, Run]] = {}  # section → runs of its table by name
@@ -169,7 +169,7 @@ def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], objec
 
 
 def with_trunk(section: Any, above: Sections, kinds: Kinds) -> Any:
-    """Return the section of a branch with all other values taken from its trunk; return other sections unchanged.
+    """Return the section of a branch completed with the values of its trunk; return other sections unchanged.
 
     `above` contains the expanded sections of all earlier stages.
     """
@@ -202,7 +202,7 @@ def with_trunk(section: Any, above: Sections, kinds: Kinds) -> Any:
 
 
 def first_section(base: Section, sweep: SweepConfig, where: str) -> Section:
-    """Return a section with the fields of the sweep's first name and the first values of its grid."""
+    """Return a section with the fields for the sweep's first name and the first values in the grid."""
     fields = dict(next(iter(sweep.each.values()), None) or {})
     fields.pop("held_out", None)
     values: Section = next(iter(grid_of(fields.pop("grid", sweep.grid), where).values()), {})
@@ -221,7 +221,7 @@ def starred(section: object) -> Iterator[str]:
 
 
 def starred_as(section: Any, suffix: str) -> Any:
-    """Return a section with each "@pretrain.*" replaced by "@pretrain.<suffix>"."""
+    """Return a section with each "@pretrain.*" replaced with "@pretrain.<suffix>"."""
     if isinstance(section, str):
         return EACH_RUN.sub(rf"@\g<sweep>.{suffix}\g<part>", section)
     if isinstance(section, Mapping):
@@ -230,9 +230,10 @@ def starred_as(section: Any, suffix: str) -> Any:
 
 
 def parents_of(name: str, stars: Collection[str], tables_above: Mapping[str, Mapping[str, Run]]) -> dict[str, Run]:
-    """Return the runs of the sweeps that a section reads, by suffix: their names without the name of the sweep.
+    """Return the runs of the sweeps that a section reads, by suffix, which is the run's name without the sweep's.
 
-    Raises ConfigError if a name is not a sweep above the section, or if two of the sweeps have different suffixes.
+    Raises ConfigError if a name is not a sweep above the section, or if the runs of two sweeps have different
+    suffixes.
     """
     parents: dict[str, Run] = {}
     for star in sorted(stars):
@@ -255,7 +256,7 @@ def parents_of(name: str, stars: Collection[str], tables_above: Mapping[str, Map
 def stages_of(
     name: str, stem: str, base: Section, sweep: SweepConfig, kinds: Kinds
 ) -> tuple[dict[str, StageSection], dict[str, Run]]:
-    """Return all stages of a sweep except the table of its runs, and the runs in this table.
+    """Return all stages of a sweep except the table of its runs; also return the runs in this table.
 
     `stem` is the prefix of their names: `name`, or `name.suffix` for a run of another sweep.
     """
@@ -308,7 +309,7 @@ def stages_of(
 
 
 def seeded(stem: str, section: Section, seeds: list[int], row: str, values: Section | None = None) -> dict[str, Run]:
-    """Return the runs of a row by name: one per seed, or a single run without seeds."""
+    """Return the runs in a row by name: one run per seed, or a single run if there are no seeds."""
     if not seeds:
         return {stem: Run(section, row, None, values or {})}
     runs = {}
@@ -327,7 +328,7 @@ def grid_runs(stem: str, section: Section, grid: Mapping[str, Section], seeds: l
 
 
 def written_runs(source: str, runs: Mapping[str, Run]) -> dict[str, StageSection]:
-    """Return the sections of runs by name."""
+    """Return the section of each run, by the run's name."""
     return {name: StageSection(run.section, source) for name, run in runs.items()}
 
 
@@ -350,7 +351,7 @@ def table_section(
 
 
 def grid_of(grid: Any, where: str) -> dict[str, Section]:
-    """Return every combination of a grid's values by the suffix of its run: {"lr-0.01": {"optim.lr": 0.01}, …}."""
+    """Return every combination of a grid's values, by run suffix: {"lr-0.01": {"optim.lr": 0.01}, …}."""
     values_of: dict[str, list[object]] = {}
     for key, values in flat(grid, f"{where}.grid").items():
         if not isinstance(values, list) or not values:
@@ -378,9 +379,9 @@ def grid_of(grid: Any, where: str) -> dict[str, Section]:
 
 
 def with_own(base: Section, fields: Section, where: str) -> dict[str, object]:
-    """Return a copy of a section with the fields of one name of `each`.
+    """Return a copy of a section with the fields for one name in `each`.
 
-    If the fields name another model, keep only the image size and the classes of the section's model.
+    If the fields select another model, only the image size and the classes of the section's model are kept.
     """
     section = dict(base)
     model = section.get("model")
@@ -404,7 +405,7 @@ def as_text(values: Mapping[str, object]) -> str:
 
 
 def make_absolute(name: str, section: dict[str, Any], patterns: Sequence[str], absolute: MakeAbsolute) -> None:
-    """Make the relative paths in a section's sweep absolute; `patterns` match fields that are paths."""
+    """Make the relative paths in a section's sweep absolute; `patterns` match the fields that are paths."""
     for part in ("each", "grid", "held_out"):
         fields = (section.get(TABLE) or {}).get(part)
         if fields:

@@ -1,4 +1,4 @@
-"""Draws a figure of a study: results of sweeps with error bars, the paper's values, and a fitted power law.
+"""Draw a figure for a study: results of sweeps with error bars, the paper's values, and a fitted power law.
 
 In:  tables of sweeps, of this run or of other runs
 Out: figure.png and .svg, figure.csv, figure.json (read by the report) and figure.md
@@ -18,7 +18,8 @@ Out: figure.png and .svg, figure.csv, figure.json (read by the report) and figur
 4. With `curve`, each row is a line: y of every evaluation, or step, in the metrics.jsonl of its runs, averaged over
    seeds. A row whose runs have all diverged is omitted.
 5. With `fit`, a saturating power law of 1 − y (if y is a metric, otherwise of y) is fitted over the given axes
-   (pipeline/extras/power_law.py). If there are enough points, it is fitted again without the largest and predicts it.
+   (pipeline/extras/power_law.py). If there are enough points, it is fitted again without the largest
+      point, which the second fit then predicts.
    With `paper`, published values are drawn in a separate panel, with their source.
 """
 
@@ -53,7 +54,7 @@ CITATION = "paper: Dosovitskiy et al. 2021, arXiv:2010.11929"
 
 @dataclass(frozen=True)
 class FigureConfig:
-    """What a figure shows, and how."""
+    """The content and style of a figure."""
 
     tables: dict[str, str] = field(default_factory=dict)  # by name: "@stage" of a sweep, or a folder: runs/x/finetune
     title: str = ""  # of the figure; "": y over x
@@ -80,7 +81,7 @@ class FigureConfig:
 
 
 class Point(TypedDict):
-    """A point of figure.json: a row of a table, or a published value."""
+    """A point in figure.json: a row of a table, or a published value."""
 
     series: str  # the line it belongs to
     row: str
@@ -104,7 +105,7 @@ class FigureRow:
     folder: Path  # of the table
 
     def value(self, key: str) -> Any:
-        """Return a value of the row. Raises DataError with the known names if it has no such value."""
+        """Return a value in the row. Raises DataError, which lists the known names, if the row has no such value."""
         if key not in self.values:
             raise DataError(
                 f"the row {self.name!r} of {self.table} has no {key!r}{did_you_mean(key, self.values)}\n"
@@ -114,7 +115,7 @@ class FigureRow:
 
 
 def published(table: str, x: str, y: str) -> list[Point]:
-    """Return the published values of a table in the paper. Raises ConfigError if there are none."""
+    """Return the published values of a table in the paper. Raises ConfigError if there are no such values."""
     tables: dict[str, dict[tuple[str, str], dict[str, str]]] = {}  # table → (series, row) → values by name
     with open(PAPER, newline="") as file:
         for entry in csv.DictReader(file):
@@ -139,7 +140,7 @@ def published(table: str, x: str, y: str) -> list[Point]:
 
 
 class Figure(StageKind):
-    """The kind of stage that draws a figure from the tables of sweeps."""
+    """The stage kind that draws a figure from the tables of sweeps."""
 
     name = "figure"
     config = FigureConfig
@@ -217,7 +218,7 @@ class Figure(StageKind):
         return {"summary": summary, "files": artifacts.digests(context.directory, names)}
 
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
-        """Refuse a figure without tables, or with a table that is not a sweep."""
+        """Raise ConfigError for a figure without tables, or with a table that is not from a sweep."""
         cfg: FigureConfig = stage.config
         require(bool(cfg.tables), f"{stage.name}.tables is empty\n  add a sweep: {stage.name}.tables={{NAME: @SWEEP}}")
         for name, value in cfg.tables.items():
@@ -236,9 +237,9 @@ class Figure(StageKind):
 
 
 def check_fit(stage: Stage, available: Available) -> None:
-    """Raise ConfigError if the planned runs cannot determine the law; checks nothing that is unknown before they run.
+    """Raise ConfigError if the planned runs cannot determine the law; skip what is unknown before the runs.
 
-    Otherwise, the fit would only fail after all of them have trained.
+    Without this check, the fit would fail only after all runs have trained.
     """
     cfg: FigureConfig = stage.config
     planned: list[list[float]] = []  # of each point, its values on the axes of the fit
@@ -281,7 +282,7 @@ def check_fit(stage: Stage, available: Available) -> None:
 
 
 def read_rows(cfg: FigureConfig, campaign: Campaign) -> list[FigureRow]:
-    """Return the rows to draw, each with the values of its parent rows in other tables."""
+    """Return the rows to draw, each with the values of the parent rows in other tables."""
     rows = []
     for table, path in cfg.tables.items():
         folder = Path(campaign.path_of(path))
@@ -317,7 +318,7 @@ def read_rows(cfg: FigureConfig, campaign: Campaign) -> list[FigureRow]:
 
 
 def point_of(cfg: FigureConfig, row: FigureRow) -> Point:
-    """Return the point of a row, with an error bar if y is a metric with several runs or an interval."""
+    """Return the point for a row, with an error bar if y is a metric that has several runs or an interval."""
     series = "" if cfg.groups else str(row.value(cfg.series))
     for name, pattern in cfg.groups.items():
         if not series and fnmatchcase(row.name, pattern):
@@ -339,7 +340,7 @@ def point_of(cfg: FigureConfig, row: FigureRow) -> Point:
 
 
 def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
-    """Yield the points of a row's curve: mean and deviation over its runs, at the steps common to all of them.
+    """Yield the points of a row's curve: the mean and deviation over the runs, at the steps common to all runs.
 
     Yields nothing if all runs have diverged.
     """
@@ -396,7 +397,7 @@ def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
 
 
 def fitted(cfg: FigureConfig, points: Sequence[Point], *, is_share: bool) -> dict[str, Any]:
-    """Return the law over the axes of `fit`, its forecast for the largest point, and its line over x.
+    """Return the law fitted over the axes in `fit`, the forecast for the largest point, and the law's line over x.
 
     If y is a share, the law describes the error, 1 − y. Raises ValueError if no law can be fitted.
     """
@@ -430,7 +431,7 @@ def fitted(cfg: FigureConfig, points: Sequence[Point], *, is_share: bool) -> dic
 
 
 def as_markdown(figure: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the figure as Markdown: a table of our values, one of the paper's, and the law."""
+    """Yield the lines of the figure as Markdown: a table of our values, a table of the paper's values, and the law."""
     yield f"### {figure['title']}"
     captions = {figure["stamp"]: figure}
     if "paper" in figure:

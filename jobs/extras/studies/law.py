@@ -1,11 +1,12 @@
-"""Adds the recipe keys of scaling studies: a stage can branch off another stage, or have a forecast of its result.
+"""Add the recipe keys for scaling studies: a stage can branch off another stage, or have its result forecast.
 
-1. A branch (`begin`) continues from a checkpoint of its trunk, the stage in `init`: weights, optimizer moments, data
-   order and step count. Only its length and cool-down may differ. The result is bit-identical to a separate run of
-   this length and cool-down, but costs only the steps after `begin`.
-2. A law (`law`) is the fit of a figure over smaller runs. Its forecast of the stage's result is logged before the first
-   step and compared with the result after the last.
-3. A recipe's `budget` limits the compute of all its training stages; it is checked before the first one starts.
+1. A branch (`begin`) continues from a checkpoint of its trunk, the stage named by `init`: weights, optimizer moments,
+   data order and step count. Only its length and cool-down may differ. The result is bit-identical to a separate run
+   with
+      this length and cool-down, but costs only the steps after `begin`.
+2. A law (`law`) is the fit of a figure to smaller runs. The forecast of the stage's result is logged before the first
+   step, and compared with the result after the last step.
+3. A recipe's `budget` limits the compute of all its training stages; it is checked before the first stage starts.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -36,7 +37,7 @@ OWN = ("steps", "passes", "init", "begin", "law", "model", "new_head", "keep_bes
 
 
 class Compute(NamedTuple):
-    """ExaFLOPs of a recipe's training stages, counted as in `plan`."""
+    """The exaFLOPs of a recipe's training stages, counted as in `plan`."""
 
     planned: float  # compute of the recipe; a branch counts only its steps after `begin`
     apart: float  # compute if every branch were a separate run from step 0 and there were no trunks
@@ -50,11 +51,11 @@ class Branches(TrainingExtra):
     inputs: ClassVar = {"law": Reads.FILE}
 
     def hooks(self, cfg: BranchConfig, context: Context) -> dict[str, dict[str, Any]]:  # type: ignore[override]
-        """Return the hook of a branch; a law needs none, because the workers do not use it."""
+        """Return the hook for a branch; a law needs no hook, because the workers do not use it."""
         return {} if cfg.first_step == 0 else {"pipeline.extras.branches:Branch": {}}
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Refuse a branch or a law that does not fit the stage."""
+        """Raise ConfigError if a branch or a law does not fit the stage."""
         if stage.config.begin is not None:
             check_branch(stage, available)
         if stage.config.law is not None:
@@ -62,7 +63,7 @@ class Branches(TrainingExtra):
         yield from ()
 
     def before(self, cfg: BranchConfig, context: Context) -> None:  # type: ignore[override]
-        """Link the trunk's checkpoint as the first of a branch, and log the forecast of a law."""
+        """Link the trunk's checkpoint as the first checkpoint of a branch, and log the forecast of a law."""
         if cfg.first_step and not context.checkpoints.committed():
             branch_off(cfg, cfg.first_step, context)
         if getattr(cfg, "law", None) is not None:
@@ -74,7 +75,7 @@ class Branches(TrainingExtra):
             )
 
     def after(self, cfg: BranchConfig, context: Context, outcome: dict[str, Any]) -> None:  # type: ignore[override]
-        """Compare the forecast with the last evaluation."""
+        """Compare the forecast with the result of the last evaluation."""
         if getattr(cfg, "law", None) is not None:
             forecast = forecast_of(cfg, context, outcome["step"])
             outcome["foretold"] = forecast.score(outcome["metrics"][forecast.metric], context.log)
@@ -84,7 +85,7 @@ class Branches(TrainingExtra):
 
 
 def check_branch(stage: Stage, available: Available) -> None:
-    """Raise ConfigError if a branch would not be equal to its trunk trained for a different number of steps."""
+    """Raise ConfigError if a branch would differ from its trunk trained for the branch's number of steps."""
     cfg: BranchConfig = stage.config
     begin = cfg.begin
     link = reference(cfg.init or "")
@@ -135,7 +136,7 @@ def check_branch(stage: Stage, available: Available) -> None:
         begin <= trunk_end and is_kept,
         f"{stage.name}.begin is {begin}, but {trunk.name} keeps no checkpoint of this step: it trains {trunk_end} "
         f"steps with keep_every={own.keep_every} and save_every={own.save_every}\n"
-        f"  set {trunk.source}.keep_every={begin} {trunk.source}.save_every={begin}, or another begin",
+        f"  set {trunk.source}.keep_every={begin} {trunk.source}.save_every={begin}, or choose another begin",
     )
     require(begin < end, f"{stage.name} begins at step {begin} and ends at step {end}: no steps are left to train")
     rates = []
@@ -150,9 +151,10 @@ def check_branch(stage: Stage, available: Available) -> None:
 
 
 def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
-    """Link the trunk's commit of step `begin` as the branch's first commit, from which it resumes like any stage.
+    """Link the trunk's commit of step `begin` as the branch's first commit, from which the branch resumes like any
+    stage.
 
-    Raises DataError if the trunk has no such commit, CheckpointError.
+    Raises DataError if the trunk has no such commit; also CheckpointError.
     """
     trunk = Path(context.campaign.path_of(cfg.init or ""))
     commits = checkpoints_in(trunk / "checkpoints")
@@ -180,7 +182,7 @@ def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
 
 
 def check_law(stage: Stage, available: Available) -> None:
-    """Raise ConfigError if a law predicts a metric that the stage lacks, or needs axes unknown before it runs."""
+    """Raise ConfigError if a law predicts a metric that the stage lacks, or needs axes unknown before the run."""
     law = stage.config.law
     link = reference(law)
     path = Path(available.campaign.path_of(law))
@@ -222,7 +224,7 @@ class Forecast:
     high: float
 
     def score(self, was: float, log: Callable[[str], None]) -> dict[str, float | bool | str]:
-        """Compare the result with the interval; log and return the verdict."""
+        """Check whether the result is inside the interval; log and return the verdict."""
         is_inside = self.low <= was <= self.high
         verdict = "inside" if is_inside else "OUTSIDE"
         log(
@@ -234,7 +236,7 @@ class Forecast:
 
 
 def forecast_of(cfg: BranchConfig, context: Context, step: int | None = None) -> Forecast:
-    """Return the forecast by `cfg.law` of the evaluation at a step, by default the last."""
+    """Return the forecast that `cfg.law` makes for the evaluation at a step, by default the last step."""
     figure = artifacts.read_record(Path(context.campaign.path_of(cfg.law or "")))
     law = law_of(figure["fit"]["law"])
     steps = planned_steps(cfg, Available(context.campaign))

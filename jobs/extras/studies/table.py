@@ -1,4 +1,4 @@
-"""Builds the table of a sweep: the metrics of its runs, their mean, interval and deviation, and the best row.
+"""Build the table of a sweep: the metrics of the runs, their mean, interval and deviation, and the best row.
 
 In:  the finished runs of a sweep (jobs/extras/studies/expand.py), each a stage with metrics
 Out: sweep.json, a record with runs, rows, the chosen values and its own sha256; report.txt, the table as text
@@ -11,14 +11,14 @@ Out: sweep.json, a record with runs, rows, the chosen values and its own sha256;
                      parameters   GMACs    exaFLOPs   samples   steps   seconds   images/s
     optim.lr=0.003        26.6k   1e-4      1.2e-09      2.0k      60      12.1        159
 
-1. Read the metrics of every run; a diverged run has none.
+1. Read the metrics of every run; a diverged run has no metrics.
 2. Combine runs that differ only by seed into a row: mean and standard deviation (n − 1) of every metric. If the runs
    were evaluated on the same samples by a stage of kind evaluate, add the interval over runs, draws and samples
    (pipeline/evaluation/intervals.py). Accuracies of training stages have no interval, because they list no samples.
-3. If other stages use its best values, choose the row with the highest mean, and the first in the recipe if several are
-   equal. Exclude rows with a diverged run; fail if none is left.
-4. Otherwise, fail if any run has diverged: a mean over the others would be misleading.
-5. If the runs have no metrics (for example resize), list only their axes.
+3. If other stages use the best values, choose the row with the highest mean; if several are equal, the first in the
+   recipe. Exclude rows with a diverged run; fail if no row remains.
+4. Otherwise, fail if any run has diverged: a mean over the other runs would be misleading.
+5. If the runs have no metrics (for example resize), list only the axes.
 """
 
 import json
@@ -68,7 +68,7 @@ TIES = "the highest mean; if equal, the first in the recipe"
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run of the table."""
+    """One run in the table."""
 
     stage: str = "???"  # reference to the run's stage, "@stage"
     row: str = ""  # row of the table; runs in the same row differ only by seed
@@ -95,7 +95,7 @@ class TableConfig:
 
 @dataclass(frozen=True)
 class Result:
-    """The metrics of one run, or its error if it diverged."""
+    """The metrics of one run, or the error if the run diverged."""
 
     stage: str
     key: str
@@ -122,11 +122,11 @@ class Mean:
     interval: tuple[float, float] | None = None  # low and high, 95 %; None if the runs list no samples
 
     def __str__(self) -> str:
-        """Format the known parts in percent: "98.12 [97.43, 98.63] ± 0.07"."""
+        """Format the known parts as percentages: "98.12 [97.43, 98.63] ± 0.07"."""
         return " ".join(filter(None, self.cells()))
 
     def cells(self) -> tuple[str, str, str]:
-        """Return mean, interval and deviation between runs in percent; "" for unknown parts."""
+        """Return the mean, interval and deviation between runs as percentages; "" for unknown parts."""
         interval = ""
         if self.interval is not None:
             low, high = self.interval
@@ -149,7 +149,7 @@ class Row:
 
 
 class Table(StageKind):
-    """The kind of stage that builds the table of a sweep; also expands sections with a `sweep` into runs."""
+    """The stage kind that builds the table of a sweep; it also expands sections with a `sweep` into runs."""
 
     name = expand.TABLE
     config = TableConfig
@@ -158,7 +158,7 @@ class Table(StageKind):
     checks_budget = True
 
     def expand(self, sections: Sections, kinds: Kinds) -> Sections:
-        """Return the sections of a recipe, with each `sweep` replaced by its runs and tables."""
+        """Return the sections of a recipe, with each `sweep` replaced with its runs and tables."""
         return expand.expand(sections, kinds, lambda name, section: read_section(name, section, kinds))
 
     def make_absolute(
@@ -168,7 +168,7 @@ class Table(StageKind):
         expand.make_absolute(name, section, patterns, absolute)
 
     def placeholders(self, cfg: TableConfig) -> Mapping[str, object]:
-        """Return the first values of the grid, which other stages use until the table exists."""
+        """Return the first values in the grid, which other stages use until the table exists."""
         if not cfg.chooses:
             return {}
         return next(iter(cfg.runs.values())).values
@@ -188,7 +188,7 @@ class Table(StageKind):
         check_budget(campaign)
 
     def check_parent(self, stage: Stage, parent: Stage, available: Available) -> None:
-        """Raise DataError if the table chooses values on training samples or on those of the final evaluation."""
+        """Raise DataError if the table chooses values on training samples or on samples of the final evaluation."""
         check_held_out(stage, parent, available)
 
     def run(self, cfg: TableConfig, context: Context) -> dict[str, object]:
@@ -281,7 +281,7 @@ class Table(StageKind):
         return {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Refuse a table whose metric is not reported by all of its runs."""
+        """Raise ConfigError if a run does not report the metric of its table."""
         cfg: TableConfig = stage.config
         metrics_of: dict[str, list[str]] = {}
         some_train = False
@@ -312,7 +312,7 @@ class Table(StageKind):
 
 
 def run_as_json(result: Result) -> dict[str, object]:
-    """Return a result as plain values, with only the intervals of its entries."""
+    """Return a result as plain values; entries are reduced to their intervals."""
     values = asdict(replace(result, entries={}))
     values.pop("entries")
     intervals_of_run = {}
@@ -322,7 +322,7 @@ def run_as_json(result: Result) -> dict[str, object]:
 
 
 def rows_as_json(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
-    """Return rows as plain values: {row: {metric: its mean}}."""
+    """Return rows as plain values: {row: {metric: mean}}."""
     values: dict[str, dict[str, object]] = {}
     for row in rows:
         values[row.name] = {}
@@ -332,7 +332,7 @@ def rows_as_json(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
 
 
 def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -> Result:
-    """Read the result of a finished run. Raises DataError if it lacks the metric of the table."""
+    """Read the result of a finished run. Raises DataError if the result lacks the metric of the table."""
     best = table.best
     folder = Path(context.campaign.path_of(cfg.stage))
     done = artifacts.read_done(folder)
@@ -367,7 +367,7 @@ def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
-    """Combine runs into rows, in the order of their first runs."""
+    """Combine runs that differ only by seed into rows, ordered by their first runs."""
     rows = []
     runs_of: dict[str, list[Result]] = {}
     for result in results:
@@ -414,7 +414,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
 
 
 def means_by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, Mean]:
-    """Return mean and (for two or more runs) standard deviation of every metric that all runs have."""
+    """Return the mean and (for two or more runs) the standard deviation of every metric that all runs have."""
     means: dict[str, Mean] = {}
     for metric in runs[0]:
         values = [run[metric] for run in runs if metric in run]
@@ -515,9 +515,9 @@ def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
 
 
 def check_held_out(table: Stage, run: Stage, available: Available) -> None:
-    """Raise DataError if a grid run is evaluated on its own training samples or on those of the final evaluation.
+    """Raise DataError if a grid run is evaluated on its training samples or on samples of the final evaluation.
 
-    Its choice would be biased. Sets that do not exist yet are checked before the run starts.
+    The choice would be biased. Data sets that do not exist yet are checked before the run starts.
     """
     campaign = available.campaign
     if not table.config.chooses:

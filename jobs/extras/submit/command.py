@@ -56,7 +56,7 @@ def submit(
     run = storage.address()
     from jobs.extras.submit import submission  # imports Ray
 
-    check_name(Path(run).name, "a run", "give it another folder: run=runs/NAME")
+    check_name(Path(run).name, "a run", "use another folder: run=runs/NAME")
     # Ray copies the checkout to the cluster. The recipe may be outside the checkout, so it is sent as text.
     text, changed = portable(document, run, Path.cwd(), kinds)
     if changed:
@@ -94,7 +94,7 @@ def logs(run: Run, _debug: Debug = False) -> int:
 
 
 def follow(run: str) -> int:
-    """Print the output of a run's job until it ends; return the run's exit code. Raises ClusterError."""
+    """Print the output of a run's job until the job ends; return the run's exit code. Raises ClusterError."""
     from jobs.extras.submit import submission
 
     job = submission.logs(run)
@@ -149,7 +149,7 @@ def list_jobs(_debug: Debug = False) -> None:
 
 
 def job_name(run: str) -> str:
-    """Return the name of a run's job: the run's absolute path or its URL; a job id is returned unchanged."""
+    """Return the name of a run's job, which is the run's absolute path or URL; a job id is returned unchanged."""
     if "://" in run:
         from data.bucket import check_store_url  # imports numpy, which would slow down --help
 

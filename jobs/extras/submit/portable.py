@@ -1,9 +1,9 @@
-"""Convert a recipe to a text that can be sent to a cluster with a submitted job.
+"""Convert a recipe to a string that can be sent to a cluster with a submitted job.
 
-1. Overrides, environment variables and `~` were resolved before, on the submitter's machine.
+1. Overrides, environment variables and `~` have already been resolved on the submitter's machine.
 2. Relative paths are resolved against the submitter's working directory; on the cluster, they would refer to the folder
    where Ray unpacks the checkout. The cache directory is kept: it is absolute, or in each node's home directory.
-3. The text is passed in an environment variable of the job, whose command is `jobs run env:PATCHLINE_RECIPE`.
+3. The string is passed in an environment variable of the job, whose command is `jobs run env:PATCHLINE_RECIPE`.
 
 Stage keys do not change, because they contain the digests of inputs instead of their paths, except for the sources of
 `pack` stages.
@@ -23,7 +23,7 @@ VARIABLE = "PATCHLINE_RECIPE"  # environment variable with the recipe of a submi
 
 
 def portable(recipe: Recipe, run: str, folder: Path, kinds: Kinds) -> tuple[str, list[str]]:
-    """Return a validated recipe as text, and the keys whose relative paths were resolved against `folder`.
+    """Return a validated recipe as a string, and the keys whose relative paths were resolved against `folder`.
 
     `run` is the run directory or URL. Raises ConfigError if the recipe contains a secret.
     """

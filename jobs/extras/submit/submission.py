@@ -1,8 +1,8 @@
 """Run campaigns as Ray jobs: submit and list jobs, follow their logs, and stop them.
 
 Steps of a submission:
-1. Refuse secrets in the environment, a checkout that is too large or links to files outside, and a run whose last job
-   has not ended.
+1. Refuse secrets in the environment, a checkout that is too large or has links to files outside, and a run whose last
+   job has not ended.
 2. Ship the checkout, without secrets and ignored files (jobs/cluster/shipping.py), and start `command` in it on the
    head node.
 3. Name the job after the run and the number of its submission: `/data/runs/digits` → `digits-002-4f1a`.
@@ -72,7 +72,7 @@ for actor in list_actors(filters=[("state", "!=", "DEAD")], limit=10_000):
 
 @dataclass(frozen=True)
 class RayJob:
-    """A submitted campaign in the cluster's table of jobs."""
+    """A submitted campaign, as listed in the cluster's table of jobs."""
 
     id: str
     run: str
@@ -104,7 +104,7 @@ def submit(
     """Ship the checkout to the cluster and run `command` in it, as the next job of `run`.
 
     Raises RunOwned if the run has a pending or running job, UsageError for secrets in `environment`, an oversized
-    checkout or a link out of it, ClusterError if there is no cluster.
+    checkout or a link that leads out of the checkout, and ClusterError if there is no cluster.
     """
     # Check these before connecting: Ray shows a job's environment to everybody, and rejects more than 100 MiB with HTTP
     # status 413.
@@ -156,7 +156,7 @@ def submit(
 
 
 def list_jobs() -> list[RayJob]:
-    """Return all jobs submitted by Patchline: first running, then pending, then ended jobs, each group latest first."""
+    """Return all jobs submitted by Patchline: running, then pending, then ended jobs; within each, latest first."""
     client = _connect()
     jobs = []
     for job in reversed(_submitted_jobs(client)):
@@ -177,12 +177,12 @@ def list_jobs() -> list[RayJob]:
 
 
 def status(run: str) -> RayJob:
-    """Return the latest job of a run. Raises UsageError, which lists the runs with jobs, if there is none."""
+    """Return the latest job of a run. If there is none, raises UsageError, which lists the runs with jobs."""
     return _latest_job(_connect(), run)
 
 
 def alive_job(run: str) -> RayJob | None:
-    """Return the run's pending or running job; None if there is none."""
+    """Return the pending or running job of a run, or None."""
     alive = [job for job in _jobs_of_run(_connect(), run) if job.alive]
     return alive[-1] if alive else None
 
@@ -239,7 +239,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
                 time.sleep(LOOK_EVERY_S)
         if not jobs:
             raise ClusterError(
-                f"the cluster's head at {address} was restarted and does not know job {job.id} any more\n"
+                f"the cluster's head at {address} was restarted and no longer knows job {job.id}\n"
                 f"  the run's checkpoints are in its directory\n{advice}"
             )
         if jobs[0].alive:
@@ -252,7 +252,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
 
 
 def _tail(client: "JobSubmissionClient", job_id: str, skip: int = 0) -> "queue.Queue[str | None]":
-    """Return a queue of a job's output after the first `skip` characters, filled by a thread; None comes last."""
+    """Return a queue that a thread fills with a job's output after the first `skip` characters; None marks the end."""
     texts: queue.Queue[str | None] = queue.Queue()
 
     async def follow() -> None:
@@ -273,7 +273,7 @@ def _tail(client: "JobSubmissionClient", job_id: str, skip: int = 0) -> "queue.Q
 
 
 def _within(seconds: float, work: Callable[[], Value]) -> Value:
-    """Return the result of `work`, or raise TimeoutError after some seconds; its thread then keeps waiting."""
+    """Return the result of `work`, or raise TimeoutError after some seconds; the thread of `work` keeps running."""
     future: Future[Value] = Future()
 
     def run() -> None:
@@ -287,7 +287,7 @@ def _within(seconds: float, work: Callable[[], Value]) -> Value:
 
 
 def stop(run: str) -> RayJob:
-    """Request a run's latest job to commit and stop, and wait until it has ended; cancel a pending job.
+    """Tell a run's latest job to commit and stop, and wait until it has ended; cancel the job if it is pending.
 
     Raises ClusterError if the job is still alive after STOP_WAIT_S.
     """
@@ -328,9 +328,9 @@ def stop(run: str) -> RayJob:
 
 
 def check_upload_size(checkout: Checkout, root: Path) -> int:
-    """Return the uncompressed size in bytes of what Ray would ship.
+    """Return the uncompressed size, in bytes, of the files that Ray would ship.
 
-    If it exceeds the limit of the Jobs API, raises UsageError with the largest entries.
+    If the size exceeds the limit of the Jobs API, raises UsageError, which lists the largest entries.
     """
     sizes = Counter(checkout.sizes)
     if sizes.total() > UPLOAD_LIMIT_BYTES:
@@ -348,7 +348,7 @@ def check_upload_size(checkout: Checkout, root: Path) -> int:
 
 
 def _connect() -> "JobSubmissionClient":
-    """Return a client for the cluster named by environment variables, or else for a cluster on this machine."""
+    """Return a client for the cluster named by environment variables, otherwise for a cluster on this machine."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     # Call this before importing Ray, because it sets a variable that Ray reads at import.
     use_token_if_any()

@@ -5,8 +5,9 @@ Out: 79.6 h without failures, 83.1 h with 0.8 failures; 5,319 worker-hours; cost
 
 1. `rate_on` returns the images per second for a number of workers: measured, interpolated between two trials, or
    scaled from one trial.
-2. `estimated_rates` returns a range if there is no trial: 20 to 40 % of the peak of a GPU.
-3. `seconds_with_failures` adds the cost of failures, and `best_save_seconds` returns the optimal interval of saves.
+2. `estimated_rates` returns a range if there is no trial: 20 to 40 % of the GPU's peak.
+3. `seconds_with_failures` adds the cost of failures, and `best_save_seconds` returns the optimal interval between
+   saves.
 
 Failures occur at random and at a constant rate, as assumed by Young (1974, "A first order approximation to the optimum
 checkpoint interval", CACM 17) and Daly (2006, "A higher order estimate of the optimum checkpoint interval for restart
@@ -66,7 +67,7 @@ class Assumptions:
             )
         for option, value in (("--price", self.price), ("--mtbf", self.mtbf_hours)):
             if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{option} is {value:g}, expected more than 0 and finite, for example {option} 2.5")
+                raise ConfigError(f"{option} is {value:g}, expected a finite number above 0, for example {option} 2.5")
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,10 @@ class Rate:
 
 
 def rate_on(world: int, trials: Sequence[Trial]) -> Rate:
-    """Return the training speed on `world` workers, from trials of the stage on different numbers of workers.
+    """Return the training speed on `world` workers, from trials of the stage with different worker counts.
 
-    Between two trials, the images per second and worker are interpolated linearly over the logarithm of the number of
-    workers. Outside of the trials, they are assumed to equal those of the nearest trial.
+    Between two trials, the images per second per worker are interpolated linearly over the logarithm of the worker
+    count. Outside the range of the trials, they are assumed to equal those of the nearest trial.
     """
     nearest = min(trials, key=lambda trial: abs(math.log(trial.world / world)))
     if nearest.world == world:
@@ -101,7 +102,7 @@ def rate_on(world: int, trials: Sequence[Trial]) -> Rate:
 
 
 def estimated_rates(flops_of_an_image: float, gpu: Gpu, world: int) -> tuple[float, float]:
-    """Return the lowest and highest expected images per second on `world` GPUs, without a measurement.
+    """Return the lowest and highest expected images per second on `world` GPUs, estimated without a trial.
 
     `flops_of_an_image` includes the forward and the backward pass.
     """
@@ -112,7 +113,7 @@ def estimated_rates(flops_of_an_image: float, gpu: Gpu, world: int) -> tuple[flo
 def seconds_with_failures(
     work_s: float, between_saves_s: float, trial: Trial, mtbf_s: float | None
 ) -> tuple[float, float]:
-    """Return the duration of `work_s` seconds of training steps with saves and failures, and the expected failures.
+    """Return the duration of `work_s` seconds of work with saves and failures, and the expected number of failures.
 
     A save starts after every `between_saves_s` of work and stalls the loop for the trial's `save_stall_s`; it is
     complete `save_s` after its start. A failure costs the work since the last complete save, and a restart. The result
@@ -134,7 +135,7 @@ def seconds_with_failures(
 
 
 def best_save_seconds(trial: Trial, mtbf_s: float) -> float:
-    """Return the optimal seconds of work between two saves: Young's √(2 · stall of a save · mtbf).
+    """Return the optimal seconds of work between two saves: Young's √(2 · stall per save · mtbf).
 
     A save starts only after the previous one is complete, so the interval is at least `save_s`.
     """

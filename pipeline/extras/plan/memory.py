@@ -5,8 +5,9 @@
     need.loader           host memory for the loader's batches
     need.snapshot         host memory for the copy of the state that a save makes
 
-The traced step uses full images; with token dropping, a step needs less (token_dropping.py). The estimate covers the
-memory that torch allocates. On a GPU, the CUDA context, library workspaces and fragmentation come on top.
+The traced step uses full images; with token dropping, a step needs less memory (token_dropping.py). The estimate covers
+the memory that torch allocates. On a GPU, the CUDA context, library workspaces and fragmentation need additional
+memory.
 """
 
 import math
@@ -51,7 +52,7 @@ class MemoryNeed:
 
     @property
     def device_bytes(self) -> int:
-        """Return the peak of device memory, over startup and steps."""
+        """Return the peak device memory, over startup and steps."""
         return max(self.start, sum(self.parts.values()))
 
 
@@ -103,7 +104,7 @@ def pinned_bytes(size: int) -> int:
 
 
 def need_if_traced(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> MemoryNeed | None:
-    """Return `memory_need` if the trace of the step is cached; otherwise, or for a compiled step, None."""
+    """Return `memory_need` if the step's trace is cached; return None otherwise, or if the step is compiled."""
     if cfg.compile:
         return None
     accumulation = batch_arithmetic(cfg, world).accumulation
@@ -126,7 +127,7 @@ def recomputed_blocks(cfg: TrainConfig, model: ModelConfig) -> int:
 
 
 def fewest_blocks(needed: Callable[[int], float], most: int, limit: float) -> int | None:
-    """Return the smallest number of blocks to recompute such that `needed` is within the limit, or None.
+    """Return the smallest number of blocks to recompute so that `needed(blocks)` is within the limit, or None.
 
     More recomputed blocks cost training time, and each call of `needed` costs a trace. The search is therefore a
     bisection with linear interpolation.
@@ -154,7 +155,7 @@ def fewest_blocks(needed: Callable[[int], float], most: int, limit: float) -> in
 
 
 def describe_need(need: MemoryNeed, *, is_gpu: bool) -> str:
-    """Describe a memory need in one line, with its largest part first."""
+    """Describe a memory need in one line, with the largest part first."""
     parts = sorted(need.parts.items(), key=lambda part: -part[1])
     words = [f"{memory_text(size)} {WORDS[kind]}" for kind, size in parts if size > 0]
     line = f"{memory_text(need.device_bytes)} per worker, peak in {need.phase}: {' + '.join(words)}"
@@ -173,8 +174,8 @@ def describe_need(need: MemoryNeed, *, is_gpu: bool) -> str:
 def check_fits(cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *, is_gpu: bool, name: str) -> None:
     """Raise ConfigError with suggested overrides if a worker of stage `name` needs more than `limit` bytes.
 
-    Each suggested override is sufficient by itself. If none is, the error states the need with all of them at their
-    extreme values. Also raises TraceFailed.
+    Each suggested override is sufficient by itself. If no single override is, the error states the memory need with all
+    of them at their extreme values. Also raises TraceFailed.
     """
 
     def needed(**changes: Any) -> int:

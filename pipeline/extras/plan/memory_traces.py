@@ -1,11 +1,11 @@
-"""Memory traces of training steps: run the tracer in a separate process, and cache the result for the user.
+"""Provide memory traces of training steps: run the tracer in a separate process, and cache its results.
 
 In:  StepToTrace(model={…}, config={…}, world=8, accumulation=2, recomputed=0, is_gpu=True)
-Out: MemoryTrace, which gives the peak of device memory for any micro-batch size
+Out: MemoryTrace, which gives the peak device memory for any micro-batch size
 
 The cache key is a digest of everything that affects a trace: the step (the only input of the tracer), the versions of
 torch and DeepSpeed, and the sources in `models/` and `pipeline/`, which include the tracer. A cached trace ends with a
-digest (data/seal.py); a damaged one is traced again.
+digest (data/seal.py); if a cached trace is damaged, the step is traced again.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ LONGEST_REASON = 300  # characters quoted from the output of a failed tracer
 
 
 class Kind(enum.IntEnum):
-    """Purpose of an allocation."""
+    """The purpose of a memory allocation."""
 
     STATES = 0  # weights, master weights, moments, averages: everything that exists as long as the engine
     ACTIVATIONS = 1  # results of the forward pass, or of a recomputed block in the backward pass
@@ -74,7 +74,7 @@ class StepToTrace:
 
 @dataclass(frozen=True)
 class Moment:
-    """Allocated bytes of each `Kind` at one moment of a step: a fixed part, and a part per image of a micro-batch."""
+    """Allocated bytes of each `Kind` at one moment of a step: a fixed part, and a part per image in the micro-batch."""
 
     phase: str
     fixed: tuple[float, ...]
@@ -87,18 +87,18 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """Memory peaks of a step for all micro-batch sizes: of all kinds together, and of activations only."""
+    """Memory peaks of a step for all micro-batch sizes: over all kinds together, and over activations only."""
 
     start: int  # peak in bytes, from the engine's start to the end of a first step with 2 images
     moments: tuple[Moment, ...]
     activations: tuple[Moment, ...]
 
     def fullest(self, micro_batch: int) -> Moment:
-        """Return the moment of peak memory for a micro-batch size."""
+        """Return the moment of peak memory, over all kinds together, for a micro-batch size."""
         return max(self.moments, key=lambda moment: sum(moment.parts(micro_batch)))
 
     def most_activations(self, micro_batch: int) -> int:
-        """Return the peak of activation memory in bytes for a micro-batch size."""
+        """Return the peak activation memory in bytes for a micro-batch size."""
         return max(moment.parts(micro_batch)[Kind.ACTIVATIONS] for moment in self.activations)
 
 
@@ -206,7 +206,7 @@ def run_tracer(step: StepToTrace) -> str:
 
 
 def cached_trace(step: StepToTrace) -> MemoryTrace | None:
-    """Return the cached trace of a step and update its time of use; None if it is missing or damaged."""
+    """Return the cached trace of a step and update its last-use time; None if the trace is missing or damaged."""
     path = path_of(step)
     try:
         answer = read_entry(path)
@@ -220,7 +220,7 @@ def cached_trace(step: StepToTrace) -> MemoryTrace | None:
 
 
 def trace_in(answer: str) -> MemoryTrace | None:
-    """Parse the output of the tracer; None if it is invalid."""
+    """Parse the output of the tracer; return None if it is invalid."""
     try:
         values = json.loads(answer)
         by_name = {}
@@ -235,7 +235,7 @@ def trace_in(answer: str) -> MemoryTrace | None:
 
 
 def traces_folder() -> Path:
-    """Return the cache folder of traces."""
+    """Return the folder in which traces are cached."""
     return state_folder() / "memory"
 
 

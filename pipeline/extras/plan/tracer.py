@@ -1,4 +1,4 @@
-"""Trace the memory of a training step with fake tensors, in a separate process, and report its memory peaks.
+"""Trace a training step with fake tensors, in a separate process, and report its memory peaks.
 
     echo '{"model": {…}, "config": {…}, "world": 8, …}' | python -m pipeline.extras.plan.tracer
 
@@ -10,9 +10,10 @@
 4. One step is recorded with micro-batches of 2 images, and one with 3. The difference between corresponding events is
    the memory per image; the rest does not depend on the micro-batch size.
 5. The output is the moments of peak memory for all micro-batch sizes from 2: for small sizes, this may be the optimizer
-   step, and for large ones the middle of the backward pass.
+   step, and for large sizes the middle of the backward pass.
 
-The tracer needs a separate process because the fake process group and the patches of DeepSpeed affect all of a process.
+The tracer needs a separate process because the fake process group and the patches to DeepSpeed affect the entire
+process.
 """
 
 import dataclasses
@@ -69,7 +70,7 @@ Event = tuple[str, Kind, int]  # (phase, purpose of the memory, change in bytes)
 
 @dataclass(frozen=True)
 class TracedGroup:
-    """The fields of a Group that an objective needs."""
+    """The fields of Group that an objective needs."""
 
     device: torch.device
     world: int = 1
@@ -77,14 +78,14 @@ class TracedGroup:
 
 @dataclass(frozen=True)
 class TracedData:
-    """The field of StageData that an objective needs."""
+    """The only field of StageData that an objective needs."""
 
     phases: Sequence[Phase]  # a single phase with full images
 
 
 @dataclass(frozen=True)
 class TracedWorker:
-    """The fields of a Worker that an objective needs."""
+    """The fields of Worker that an objective needs."""
 
     cfg: TrainConfig
     group: TracedGroup
@@ -105,7 +106,7 @@ def main() -> None:
 def trace(
     model: dict[str, Any], config: dict[str, Any], world: int, accumulation: int, recomputed: int, is_gpu: bool
 ) -> dict[str, Any]:
-    """Trace the step that a `memory_traces.StepToTrace` describes, and return its moments of peak memory."""
+    """Trace the step described by a `memory_traces.StepToTrace`, and return its moments of peak memory."""
     cfg = build_config(TrainConfig, config, "config")
     model_config: ModelConfig = models.from_dict(model)
     with ExitStack() as around:
@@ -147,7 +148,7 @@ def trace(
 
 @contextmanager
 def fake_workers(world: int) -> Iterator[None]:
-    """Join a fake process group as rank 0, in which collectives return immediately without any effect."""
+    """Join a fake process group as rank 0; its collectives return immediately and have no effect."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE="1")
     deepspeed = import_deepspeed()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
@@ -163,7 +164,7 @@ def fake_workers(world: int) -> Iterator[None]:
 
 
 def apply_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Replace `Module._apply`, which would swap fake tensors, although torch forbids this inside a fake tensor mode."""
+    """Replacement for `Module._apply`, which would swap fake tensors; torch forbids that in a fake tensor mode."""
     for child in module.children():
         apply_in_place(child, function)
     for parameter in module._parameters.values():
@@ -174,7 +175,7 @@ def apply_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> n
 
 
 def take_step(worker: TracedWorker, accumulation: int, images: int, enter: Callable[[str], None]) -> None:
-    """Run a training step like `pipeline.train`, with `images` per micro-batch; call `enter` at each new phase."""
+    """Run a training step like `pipeline.train`, with `images` images per micro-batch; call `enter` at each phase."""
     cfg = worker.cfg
     size = worker.model_config.image_size
     loss_sum = torch.zeros((), device=worker.group.device)
@@ -251,10 +252,10 @@ def upper_hull(fixed: NDArray[np.float64], slope: NDArray[np.float64]) -> list[i
 
 
 class LiveBytes(TorchDispatchMode):
-    """Track the live bytes of tensors in a `with` block; `events` lists their changes by phase and kind.
+    """Tracks the live bytes of tensors in a `with` block; `events` lists the changes by phase and kind.
 
-    The memory of an operation's result is counted once, for any number of views, until its last tensor is freed. With
-    fake tensors, nothing is computed, and the memory is the same to the byte, for models of any size.
+    The memory of an operation's result is counted once, for any number of views, until the last tensor that uses it is
+    freed. With fake tensors nothing is computed, but the byte counts are the same, for models of any size.
 
         with LiveBytes() as live: live.enter("forward"); y = x @ w; live.enter("backward"); y.backward(…)
         → live.events = [("forward", Kind.ACTIVATIONS, 4096), …, ("backward", Kind.ACTIVATIONS, -4096)]
@@ -268,7 +269,7 @@ class LiveBytes(TorchDispatchMode):
         self._living: dict[int, tuple[weakref.ref[Any], Kind, int]] = {}  # by the address of the storage
 
     def enter(self, phase: str) -> None:
-        """Start a phase of the step, one of `PHASES`."""
+        """Start a phase of the step; `phase` is one of `PHASES`."""
         assert phase in PHASES, phase
         self._phase = phase
 
@@ -321,10 +322,10 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _mse_loss(self, predictions: Tensor, answers: Tensor, reduction: int = 1) -> Tensor:
-        """Replace torch's kernel (Loss.cpp), with the same shapes and memory but no meaningful values.
+        """Replacement for torch's kernel (Loss.cpp), with the same shapes and memory but without meaningful values.
 
-        With a reduction (`reduction` is not 0), the kernel computes the errors into a temporary tensor of full size.
-        The result is a single number, but its storage also has the full size.
+        With a reduction (`reduction` is not 0), the kernel writes the errors to a temporary tensor of full size. The
+        result is a single number, but its storage also has the full size.
         """
         result = torch.ops.aten.mse_loss(predictions, answers, 0)
         self._track(result)
@@ -363,11 +364,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 def copied_by_gloo(name: str, arguments: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors of a collective that gloo, on CPUs, copies internally (ProcessGroupGloo.cpp).
+    """Return the arguments of a collective that gloo, on CPUs, copies internally (ProcessGroupGloo.cpp).
 
     Reduce-scatter sums a copy of the full input. All-gather uses an internal tensor, which it copies into the result.
-    All-reduce and send work in place. NCCL uses only the given tensors and preallocated buffers. `arguments` are those
-    of the torch operator. Raises AssertionError for a collective whose internal copies are unknown.
+    All-reduce and send work in place. NCCL uses only the given tensors and preallocated buffers. `arguments` are the
+    arguments of the torch operator. Raises AssertionError for a collective whose internal copies are unknown.
     """
     if name == "c10d::_reduce_scatter_base_":
         _, whole, *_ = arguments
@@ -397,7 +398,7 @@ BIAS_MULTIPLE = 16  # the kernel with bias pads a row of the bias to a multiple 
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Replace `models.vit.attend` by the kernels for CUDA."""
+    """Replacement for `models.vit.attend` that uses the CUDA kernels."""
     # Flash attention supports only half precision and no bias; otherwise torch chooses the memory-efficient kernel.
     if q.dtype == torch.bfloat16 and bias is None:
         width = q.shape[-1]
@@ -413,7 +414,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None)
 
 
 def fused_adamw(groups: Any, **options: Any) -> torch.optim.Optimizer:
-    """Replace torch.optim.AdamW by its fused version."""
+    """Replacement for torch.optim.AdamW: its fused version."""
     return ADAMW(groups, **{**options, "fused": True})
 
 
@@ -421,7 +422,7 @@ ADAMW = torch.optim.AdamW
 
 
 def cuda_dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
-    """Replace `torch.nn.functional.dropout` by the kernel for CUDA, with a mask of one byte per element."""
+    """Replacement for `torch.nn.functional.dropout` that uses the CUDA kernel, with a mask of one byte per element."""
     if not training or p == 0.0:
         return x
     return torch.ops.aten.native_dropout(x, p, True)[0]

@@ -1,11 +1,11 @@
-"""Results of a trial, a short measurement of a stage on some number of workers, and their JSON file.
+"""Results of a trial (a short measurement of a stage with a given worker count), and the trial's JSON file.
 
 In:  the records of 30 training steps in metrics.jsonl (pipeline/monitoring/telemetry.py)
 Out: <run>/trials/d91ff90d-8.json: {"world": 8, "images_per_s": 5120.0, "step_s": 0.8, "until_steady_s": 14.2, …}
 
-The file name contains the number of workers and a digest of everything that affects the time of a step: model, sets,
-batch, engine. Stages that differ only in length, learning rate or seed share a trial, and so do the runs of a sweep
-over these.
+The file name contains the worker count and a digest of everything that affects the duration of a step: model, data
+sets, batch, engine. Stages that differ only in length, learning rate or seed share a trial, and so do the runs of a
+sweep over these keys.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ SAVE_AT = 16  # in the middle, with steps before and after it
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurements of a stage, for one number of workers."""
+    """Measurements of a stage with one worker count."""
 
     stage: str
     key: str  # digest of everything that affects the time of a step
@@ -53,12 +53,12 @@ class Trial:
 
     @property
     def per_worker(self) -> float:
-        """Return the images per second and worker."""
+        """Return the images per second per worker."""
         return self.images_per_s / self.world
 
 
 def measured(records: Sequence[Record], stage: str, batch_size: int) -> dict[str, Any]:
-    """Compute the measured fields of a Trial from all records of one attempt.
+    """Compute the measured fields of a Trial from all of an attempt's records.
 
     The first WARM_UP steps are excluded. Only the first save is used, because the loop waits for the last save at the
     end of the stage. Raises DataError if steps or a save are missing.
@@ -106,7 +106,7 @@ def measured(records: Sequence[Record], stage: str, batch_size: int) -> dict[str
 
 
 def read_trials(run: Path, key: str) -> list[Trial]:
-    """Return the trials of a stage, fewest workers first. Raises DataError if a file was modified."""
+    """Return a stage's trials, sorted by worker count. Raises DataError if a file was modified."""
     trials = []
     for path in (run / FOLDER).glob(f"{key[:8]}-*.json"):
         try:

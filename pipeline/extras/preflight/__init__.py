@@ -1,1 +1,1 @@
-"""Measure storage and network on the workers of a cluster."""
+"""Measure the storage and the network of a cluster's workers."""

@@ -1,13 +1,13 @@
-"""Check whether the driver and a worker's node share a folder, and whether its file system supports a run.
+"""Check whether the driver and a worker's node share a folder, and whether the folder's file system supports a run.
 
-The driver writes `driver.json` and answers the requests of the nodes (`answering`):
+The driver writes `driver.json` and replies to the nodes' requests (`answering`):
 
     request-h3-0.json  a token from node h3
     answer-h3-0.json   the same token, and the time on the driver's clock
 
 1. The node looks for the driver's file.
-2. The node sends a request, and compares the clocks; half of the round trip is the uncertainty of the difference.
-3. The node tries the operations of a run: a hard link to an existing name, and a commit.
+2. The node sends a request, and compares the clocks; the uncertainty of the difference is half of the round trip.
+3. The node tests the operations that a run needs: a hard link to an existing name, and a commit.
 """
 
 import json
@@ -44,7 +44,7 @@ WRITTEN_BYTES = 2**24  # written by each node, at the same time
 
 
 class FolderReport(TypedDict):
-    """A node's report on the folder, in a form that can be written as JSON."""
+    """A node's report on the folder, in JSON-serialisable form."""
 
     sees_driver: bool  # the node sees the file of the driver
     is_answered: bool  # the driver sees the files of the node
@@ -121,7 +121,7 @@ def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderRepor
 
 @contextmanager
 def answering(folder: Path) -> Iterator[None]:
-    """Act as the driver in a `with` block: write the driver's file to the folder, and answer requests."""
+    """Act as the driver during a `with` block: write the driver's file to the folder, and reply to requests."""
     write_atomically(folder / DRIVER_FILE, json.dumps({"token": secrets.token_hex(16)}))
     has_ended = threading.Event()
 
@@ -146,7 +146,7 @@ def answering(folder: Path) -> Iterator[None]:
 
 
 def request_time(folder: Path, request: str) -> tuple[float, float] | None:
-    """Return the skew of this node's clock against the driver's and its uncertainty, in s; None without an answer."""
+    """Return the skew of this node's clock against the driver's, and the uncertainty, in s; None without a reply."""
     token = secrets.token_hex(16)
     name = request.replace(REQUEST, ANSWER)
     # Take the time before the write: the driver may answer while this node is still in fsync.

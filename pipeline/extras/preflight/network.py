@@ -5,8 +5,8 @@ Out: {"latency_s": 0.0002, "bytes": 16777216, "seconds": 0.031, "pairs": [{"rank
 
 1. Time an all-reduce of one number, and then of increasing sizes, until one takes long enough to measure.
 2. Send messages back and forth between pairs of workers; disjoint pairs run at the same time. With few workers, all
-   pairs are measured. With many, only the neighbours in the ring that collectives use, and the first workers of nodes
-   at distances of 1, 2, 4, … nodes.
+   pairs are measured. With many workers, only two kinds of pairs are measured: neighbours in the ring that collectives
+   use, and the first workers of nodes at distances of 1, 2, 4, … nodes.
 """
 
 import math
@@ -30,7 +30,7 @@ LARGEST_MESSAGE = 2**26
 
 
 class PairTime(TypedDict):
-    """One-way message times between two workers."""
+    """One-way message latencies between two workers."""
 
     ranks: list[int]
     latency_s: float
@@ -38,7 +38,7 @@ class PairTime(TypedDict):
 
 
 class Network(TypedDict):
-    """Network measurements between the workers, in a form that can be written as JSON."""
+    """Network measurements between the workers, in JSON-serialisable form."""
 
     latency_s: float  # time of an all-reduce of one number
     bytes: int  # size of the largest all-reduce
@@ -49,7 +49,7 @@ class Network(TypedDict):
 
 
 def measure(device: torch.device, nodes: Sequence[str], largest_bytes: int) -> Network:
-    """Measure the network between all workers. Collective.
+    """Collective: measure the network between all workers.
 
     `nodes` is the node of each rank, and `largest_bytes` limits the size of an all-reduce.
     """
@@ -112,7 +112,7 @@ def measure(device: torch.device, nodes: Sequence[str], largest_bytes: int) -> N
 
 
 def slowest_seconds(communicate: Callable[[Tensor], object], numbers: Tensor) -> float:
-    """Time a call on all workers, and return the longest time in seconds, on all workers. Collective."""
+    """Collective: time a call on all workers; return the longest duration in seconds, on all workers."""
     # Without the barrier, the time would include the delay of the last worker.
     dist.barrier()
     began = time.monotonic()
@@ -125,7 +125,7 @@ def slowest_seconds(communicate: Callable[[Tensor], object], numbers: Tensor) ->
 
 
 def pairs_to_measure(nodes: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the pairs of ranks to measure, lower rank first, for workers on these nodes."""
+    """Return the pairs of ranks to measure, lower rank first; `nodes` lists the node of each rank."""
     world = len(nodes)
     if world <= MOST_FOR_ALL_PAIRS:
         return list(combinations(range(world), 2))
@@ -168,7 +168,7 @@ def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def round_trip_seconds(message: Tensor, peer: int, begins: bool) -> float:
-    """Exchange a message with a worker, sending first if `begins`, and return the round-trip time in seconds."""
+    """Exchange a message with a worker (send first if `begins`), and return the round-trip time in seconds."""
     began = time.monotonic()
     if begins:
         dist.send(message, peer)

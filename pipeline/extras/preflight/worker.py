@@ -1,9 +1,9 @@
-"""Tasks of the workers and nodes in `jobs preflight`, which measure the resources of training without training.
+"""Tasks that workers and nodes run for `jobs preflight`, which measures the resources for training without training.
 
 In:  {"folder": "/runs/x/.preflight-…/shared", "is_shared": true, "sets": ["/data/train"], "largest_bytes": 344000000}
 Out: on rank 0, the reports of all workers: {"workers": [one report per worker], "network": {…}, …}
 
-The first worker of each node tests the shared resources of the node: the folder, the machine and the sets. On a node
+The first worker of each node tests the node's shared resources: the folder, the machine and the data sets. On a node
 without a worker, `examine_node` does this.
 """
 
@@ -30,7 +30,7 @@ NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder per GPU, including 
 
 
 class MachineReport(TypedDict):
-    """Resources of one node, in a form that can be written as JSON."""
+    """Resources of one node, in JSON-serialisable form."""
 
     memory_free: int  # free memory in bytes
     shm_free: int | None  # bytes in /dev/shm; None if it does not exist
@@ -40,7 +40,7 @@ class MachineReport(TypedDict):
 
 
 class WorkerReport(TypedDict):
-    """Report of one worker, or of a node without a worker, in a form that can be written as JSON."""
+    """The report of one worker, or of a node without a worker, in JSON-serialisable form."""
 
     identity: Identity
     machine: MachineReport
@@ -50,7 +50,7 @@ class WorkerReport(TypedDict):
 
 
 class PreflightReport(TypedDict):
-    """Reports of all workers and nodes, in a form that can be written as JSON."""
+    """The reports of all workers and nodes, in JSON-serialisable form."""
 
     workers: list[WorkerReport]  # reports in the order of ranks
     spares: list[WorkerReport]  # from nodes without a worker
@@ -58,7 +58,7 @@ class PreflightReport(TypedDict):
 
 
 def own_report(device: torch.device) -> WorkerReport:
-    """Return this worker's report, without the tests of folder and sets."""
+    """Return this worker's report, without the tests of the folder and the data sets."""
     shm_free = None
     with suppress(OSError):
         shm_free = shutil.disk_usage(SHARED_MEMORY).free
@@ -85,7 +85,7 @@ def own_report(device: torch.device) -> WorkerReport:
 
 
 def examine_node(task: Mapping[str, Any]) -> WorkerReport:
-    """Return the report of this node, if it has no worker."""
+    """Return the report of this node, which has no worker."""
     report = own_report(torch.device("cpu"))
     report["folder"] = report_on(Path(task["folder"]), socket.gethostname(), is_shared=task["is_shared"])
     for path in task["sets"]:
@@ -94,7 +94,7 @@ def examine_node(task: Mapping[str, Any]) -> WorkerReport:
 
 
 def examine(task: Mapping[str, Any]) -> PreflightReport:
-    """Measure this worker and its node, and return the reports of all workers. Collective."""
+    """Collective: measure this worker and its node, and return the reports of all workers."""
     device = join_group(task["timeout_s"])
     world = dist.get_world_size()
     report = own_report(device)

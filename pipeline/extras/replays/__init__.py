@@ -1,1 +1,1 @@
-"""Repeat recorded training steps, with some samples masked, to find the causes of spikes."""
+"""Repeat recorded training steps with some samples masked, to find the causes of gradient spikes."""

@@ -1,9 +1,9 @@
-"""Read the records of a trained stage needed to replay its steps, and rebuild the global batch of a step.
+"""Read the records needed to replay a trained stage's steps, and rebuild the global batch of a step.
 
-1. task.json contains the config and the sets of the stage.
+1. task.json contains the config and the data sets of the stage.
 2. metrics.jsonl contains the results of each step, and the shards that each attempt excluded.
-3. The sample order is a function of these and the seed, for any number of workers. One loader in a single process can
-   therefore rebuild the global batch, without a model.
+3. The sample order is a function of the data sets, the excluded shards and the seed, for any number of workers. One
+   loader in a single process can therefore rebuild the global batch, without a model.
 
 The stage's folder is not modified.
 """
@@ -46,7 +46,7 @@ class Rebuilt(NamedTuple):
 
 
 class RecordedStep(NamedTuple):
-    """Record of a step in metrics.jsonl, from the last attempt that ran it; training continued from this attempt."""
+    """Record of a step in metrics.jsonl, from the last attempt that ran the step and whose result training used."""
 
     attempt: int
     world: int
@@ -56,7 +56,7 @@ class RecordedStep(NamedTuple):
 
 
 class TrainedStage:
-    """The folder of a trained stage, finished or not; records are read on first access.
+    """The folder of a trained stage, finished or unfinished; records are read on first access.
 
     Steps are counted from 1, as in the log. Raises DataError if a record was modified.
     """
@@ -77,9 +77,9 @@ class TrainedStage:
 
     @cached_property
     def cfg(self) -> TrainConfig:
-        """Return the config of the newest attempt, with absolute paths of its sets.
+        """Return the config of the newest attempt, with absolute paths to its data sets.
 
-        References of the recipe, such as "@shards/train", would be invalid in another run directory.
+        References from the recipe, such as "@shards/train", would be invalid in another run directory.
         """
         cfg = recorded_config(self.task)
         paths = dict(zip(cfg.data.sets(), self.job["train"], strict=True))
@@ -95,12 +95,12 @@ class TrainedStage:
 
     @cached_property
     def steps(self) -> int:
-        """Return the total number of steps of the stage."""
+        """Return the stage's total number of steps."""
         return steps_of(self.cfg, sum(training_set.samples for training_set in self.sets))
 
     @cached_property
     def commits(self) -> Mapping[int, Path]:
-        """Return the checkpoints by step, in ascending order; if a step has several, the newest."""
+        """Return {step: checkpoint} in ascending order; if a step has several checkpoints, the newest."""
         commits = {}
         for checkpoint in reversed(committed(self.folder / "checkpoints")):
             commits[step_of(checkpoint)] = checkpoint
@@ -108,24 +108,24 @@ class TrainedStage:
 
     @property
     def outcome(self) -> Mapping[str, Any]:
-        """Return the results of the stage from done.json. Raises UsageError if it has not finished."""
+        """Return the stage's results from done.json. Raises UsageError if the stage has not finished."""
         outcome = artifacts.read_done(self.folder)
         if outcome is None:
             raise UsageError(f"{self.folder} has not finished\n  expected a finished stage")
         return outcome
 
     def commit_before(self, step: int) -> int:
-        """Return the newest commit before a step; 0 for the initial weights of the stage."""
+        """Return the step of the newest commit before a step; 0 for the initial weights of the stage."""
         return max((commit for commit in self.commits if commit < step), default=0)
 
     @cached_property
     def records(self) -> Sequence[Record]:
-        """Return all records of metrics.jsonl."""
+        """Return all records in metrics.jsonl."""
         return read_metrics(self.folder, None)
 
     @cached_property
     def step_records(self) -> Mapping[int, RecordedStep]:
-        """Return the records by step; some may be missing because of disk errors or excluded steps."""
+        """Return {step: record}; records may be missing because of disk errors or excluded steps."""
         recorded = {}
         for record in self.records:
             if record["kind"] != "train":
@@ -142,7 +142,7 @@ class TrainedStage:
         return [record for record in self.records if record["kind"] == "start"]
 
     def start_of(self, step: int) -> Record:
-        """Return the start record of the last attempt that ran a step, or may have; {} if there is none."""
+        """Return the start record of the last attempt that ran, or may have run, a step; {} if there is none."""
         last: Record = {}
         for start in self.starts:
             # A step without a record may belong to any attempt that started before it.
@@ -153,10 +153,10 @@ class TrainedStage:
         return last
 
     def config_at(self, first: int, last: int) -> TrainConfig:
-        """Return the config of the steps `first` … `last`.
+        """Return the config used for the steps `first` … `last`.
 
-        `data.drop` may differ between attempts, and task.json only has the value of the newest. Raises UsageError if it
-        changed between these steps.
+        `data.drop` may differ between attempts, but task.json contains only the newest attempt's value. Raises
+        UsageError if it changed between these steps.
         """
         drops = set()
         seen_attempts = set()  # all steps of an attempt have the same `data.drop`
@@ -177,7 +177,7 @@ class TrainedStage:
     def masked(self, step: int) -> Sequence[Sequence[int]]:
         """Return the sample ranges masked up to a step, each with its first step, in the format of `Job.masked`.
 
-        A range takes effect at a commit, and all later commits contain it. Raises CheckpointError.
+        A range takes effect at a commit, and is stored in that commit and all later ones. Raises CheckpointError.
         """
         later_commits = [commit for commit in self.commits if commit >= step]
         commit = min(later_commits, default=max(self.commits, default=None))
@@ -186,7 +186,7 @@ class TrainedStage:
         return read_manifest(self.commits[commit]).masked
 
     def link_start(self, start: int, target: Path) -> None:
-        """Link the commit of step `start` (0: none) and copy the list of excluded steps into the folder `target`.
+        """Link the checkpoint of step `start` (0: none) into the folder `target`, and copy the list of excluded steps.
 
         Repeated calls have no further effect. Raises OSError.
         """
@@ -217,7 +217,7 @@ class TrainedStage:
 def rebuild(
     cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: int, step: int, most: int | None = None
 ) -> Rebuilt:
-    """Rebuild the batch of a step, counted from 0, with one loader for the slots of all workers or the first `most`."""
+    """Rebuild a step's batch (steps count from 0) with one loader for all slots of all workers, or the first `most`."""
     samples = min(cfg.batch_size, most or cfg.batch_size)
     # A single micro-batch can replace those of all workers, because augmentation is seeded per sample.
     loader = training_loader(

@@ -1,7 +1,7 @@
-"""Mask samples: they keep their rows in the batch, but have no weight in the loss.
+"""Mask samples; masked samples keep their rows in the batch, but have no weight in the loss.
 
 A replay masks samples from its first step. A run with `health.on_spike: bisect` masks the samples that its searches
-identify, from the next commit, and stores them in the manifest. Each range therefore begins with the first step,
+identify, starting at the next commit, and stores them in the manifest. Each range therefore includes the first step,
 counted from 0, in which it applies. pipeline/batches.py applies the mask: the row of a masked sample stays in the
 batch, with grey pixels and loss weight 0.
 
@@ -19,7 +19,7 @@ Range = Sequence[int]  # first step in which it applies, shard, first sample, la
 
 
 class Mask:
-    """A set of sample ranges, each of which applies from some step; falsy if it is empty."""
+    """A set of sample ranges, each of which is masked from a given step on; an empty mask is falsy."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self.ranges: list[tuple[int, ...]] = []
@@ -29,7 +29,7 @@ class Mask:
         return bool(self.ranges)
 
     def add(self, ranges: Iterable[Range]) -> None:
-        """Add ranges, ignoring those already present."""
+        """Add ranges, ignoring ranges that are already present."""
         self.ranges = sorted({*self.ranges, *map(tuple, ranges)})
         self.in_force = -1  # number of ranges in the table that `of` builds; −1: no table yet
 
@@ -55,7 +55,7 @@ def place_of(shard: np.ndarray, sample: np.ndarray) -> np.ndarray:
 
 
 def ranges_of(shard: np.ndarray, sample: np.ndarray) -> list[list[int]]:
-    """Convert samples to ranges that apply from step 0, merging adjacent samples."""
+    """Convert samples to ranges that are masked from step 0 on, merging adjacent samples."""
     places = np.unique(place_of(shard, sample))
     is_first = np.ones(len(places), bool)
     is_first[1:] = np.diff(places) != 1

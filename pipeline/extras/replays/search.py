@@ -1,11 +1,11 @@
-"""Find the samples that cause a spike, by repeating one step with different samples masked.
+"""Find the samples that cause a gradient spike, by repeating a step with different samples masked.
 
 1. The attempt starts from a commit and repeats the steps up to the step with the spike. It keeps the state before this
    step and the micro-batches of the step in memory.
 2. The step is repeated without a mask. The limit is the midpoint, on a log scale, of its metric and the usual value.
 3. A bisection masks prefixes of the batch: the last sample of the shortest prefix that removes the spike is a culprit.
    Each sample contributes to the metric with the weight 1 / batch_size for any mask, so that a smaller batch is not
-   noisier than the full one.
+   noisier than the full batch.
 4. Only the culprit is masked. If the spike remains, samples with the same bytes are masked too. If it still remains,
    the search continues among the samples before the culprit, until the spike is gone or 2·log₂(batch) steps have run.
 
@@ -38,9 +38,9 @@ LEAST_SPIKE = 2.0  # a metric below this multiple of the usual value is not a sp
 
 
 def search(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the samples of a step that cause its spike. Collective; raises the errors of training.
+    """Collective: find the samples that cause the spike at a step; raises the same errors as training.
 
-    In the result, non-finite numbers are None, rows are slots of the global batch, and `range` is a mask's range.
+    In the result, non-finite numbers are None, rows are slots of the global batch, and `range` is a range for a mask.
     """
     worker, progress = set_up(read_task(task))
     cfg = worker.cfg
@@ -97,8 +97,8 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
     # 2. The original value and the limit.
     value = value_without([])
     outcome: dict[str, Any] = {"loss": loss, "grad_norm": norm, "value": value, "usual": usual}
-    outcome["limit"] = math.sqrt(usual * value) if math.isfinite(value) else SPIKE * usual
-    outcome["is_spike"] = value > LEAST_SPIKE * usual
+    outcome["limit"] = limit_of(value, usual)
+    outcome["is_spike"] = is_spike(value, usual)
     result = Culprits([], [], False, value)
 
     # 3 and 4: search with these two functions.
@@ -126,6 +126,16 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
     return without_nan({**outcome, **result._asdict(), "replays": replays, "samples": samples})  # type: ignore[return-value]
 
 
+def is_spike(value: float, usual: float) -> bool:
+    """Return whether a step's metric is so far above its usual value that samples can be the cause."""
+    return value > LEAST_SPIKE * usual
+
+
+def limit_of(value: float, usual: float) -> float:
+    """Return the limit of a step's metric without its culprits; `value` is the metric with all samples."""
+    return math.sqrt(usual * value) if math.isfinite(value) else SPIKE * usual
+
+
 class Culprits(NamedTuple):
     """The smallest known set of rows that removes a spike when masked."""
 
@@ -143,9 +153,9 @@ def culprits(
     most: int,
     twins_of: Callable[[int], list[int]],
 ) -> Culprits:
-    """Return a smallest set of rows without which the value is within the limit, with at most `most` evaluations.
+    """Find a smallest set of rows that, when masked, brings the value within the limit, in at most `most` evaluations.
 
-    `twins_of` returns the rows with the same bytes as a given row. The value without all rows is assumed to be 0.
+    `twins_of` returns the rows with the same bytes as a given row. With all rows masked, the value is assumed to be 0.
     """
     smallest = Culprits(list(range(count)), [], False, 0.0)
     needed: list[int] = []

@@ -1,11 +1,11 @@
 """Hooks that mask samples, and that search for the samples that cause a spike (`health.on_spike: bisect`).
 
 A spike is a gradient norm that is not finite, or ten times the usual value (pipeline/health.py). With `bisect`:
-1. rank 0 requests a search of the step if a spare worker is available, and training continues;
+1. rank 0 requests a search for the spike's cause if a spare worker is available, and training continues;
 2. the driver runs the search on the spare worker (jobs/extras/async_evaluation/spare_worker.py,
    pipeline/extras/replays/search.py), and writes the result;
-3. from the next save, the culprits have no weight. The manifest stores them together with this step, so that a resumed
-   run continues to mask them, and a replay repeats each step with the same mask.
+3. from the next save on, the culprits have no weight. The manifest stores them together with the step of that save, so
+   that a resumed run continues to mask them, and a replay repeats each step with the same mask.
 
     <stage>/searches/step-0000000033.requested    from rank 0: the step, and the usual norm
     <stage>/searches/step-0000000033.json         from the driver: the result, which later attempts read too
@@ -36,7 +36,7 @@ MOST_NAMED = 4  # samples named in the log line about a mask
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """Reaction to a spike: a gradient norm that is not finite, or ten times the usual value."""
+    """The reaction to a spike: a gradient norm that is not finite, or ten times the usual value."""
 
     # record: log the spike, also in metrics.jsonl; bisect: in addition, search for its samples on a spare worker during
     # training, and give them no weight from the next checkpoint (docs/replay.md)
@@ -53,7 +53,7 @@ class SpikeConfig(TrainConfig):
 
 
 class Masking(Hook):
-    """Hook that masks the samples in its option `masked` and in the checkpoint's manifest."""
+    """Hook that masks the samples listed in its option `masked` and in the checkpoint's manifest."""
 
     def __init__(self, cfg: TrainConfig, job: "Job", masked: Sequence[Sequence[int]] = ()) -> None:
         super().__init__(cfg, job)
@@ -83,7 +83,7 @@ class SpikeSearch(Masking):
         self.stage = Path(self.job.directory)
 
     def before_save(self, progress: "Progress") -> None:
-        """Mask, from this step, the culprits of searches that have finished since the previous save. Collective."""
+        """Collective: from this step on, mask the culprits found by searches that finished since the previous save."""
         import torch.distributed as dist  # imported here because checking a recipe does not need torch
 
         if self.cfg.health.on_spike != "bisect":
@@ -109,14 +109,14 @@ class SpikeSearch(Masking):
             self.group.telemetry.report("masked", {"step": step, "samples": samples, "masked": total}, line)
 
     def before_record(self, kind: str, values: dict[str, Any]) -> str:
-        """Request a search if the record is a spike, and return the result of the request for the log line."""
+        """Request a search if the record is a spike, and return a phrase about the request for the log line."""
         if kind != "spike" or self.cfg.health.on_spike != "bisect" or self.group.rank != 0:
             return ""
         values["search"] = self.request(values["step"], values["usual"])
         return f"; {values['search']}"
 
     def request(self, step: int, usual: float | None) -> str:
-        """Request the search of a step, and return a phrase for the log that tells whether it will run."""
+        """Request a search for the cause of a step's spike; return a phrase for the log that describes the result."""
         request = self.stage / SEARCHES / f"step-{step:010d}.requested"
         if usual is None:
             return "no search, because the usual norm is not known yet"
@@ -133,7 +133,7 @@ class SpikeSearch(Masking):
 
 
 def culprit_samples(directory: Path) -> list[dict[str, Any]]:
-    """Return the culprits from all searches of a stage. Raises DataError, OSError."""
+    """Return the culprits found by all searches in a stage. Raises DataError, OSError."""
     samples = []
     for path in sorted((directory / SEARCHES).glob("step-*.json")):
         outcome = read_record(path)

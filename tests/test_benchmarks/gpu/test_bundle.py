@@ -1,4 +1,4 @@
-"""`make gpu-bundle`: which versions it takes, when it is too large to travel, and how it is unpacked on the machine."""
+"""`make gpu-bundle`: the package versions, the size limit for transfers, and the unpacking on the GPU machine."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def test_bundle_is_too_large_from_the_limit(capsys):
     assert bundle.report_size(20 << 20, 44 << 20) == 0
     assert "checkout 20.0 MiB + .gpu 44.0 MiB = 64.0 MiB (limit 64 MiB)" in capsys.readouterr().out
     assert bundle.report_size(20 << 20, (44 << 20) + 1) == 1
-    assert "too large to travel" in capsys.readouterr().out
+    assert "too large to be copied" in capsys.readouterr().out
 
 
 def test_checkout_contains_tracked_and_addable_files(tmp_path):

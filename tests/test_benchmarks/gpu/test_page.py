@@ -26,7 +26,7 @@ def text_of(*outcomes: Outcome, device: str = "cuda") -> str:
 
 
 def cells(text: str, beginning: str) -> list[str]:
-    """The cells of the only line that begins so."""
+    """Return the cells of the only line with this beginning."""
     (line,) = [line for line in text.splitlines() if line.startswith(beginning)]
     return [cell.strip() for cell in line.replace("\\|", "/").strip("|").split("|")]
 
@@ -75,7 +75,7 @@ def test_row_of_a_missing_contender_says_that_it_is_not_installed():
 
 
 def test_ratio_to_ours_is_the_ratio_of_speed_shares():
-    """The clock was half as fast for timm: of the same product's speed ours reached 1.2 times as much."""
+    """The clock ran at half speed for timm; relative to the same matrix product's speed, ours reached 1.2 times."""
     rows = [step("ours, compiled", 0.6, 0.2), step("timm, compiled", 0.5, 0.48), step("ours", 0.4, 0.3)]
     text = text_of(Outcome("steps H/14", "steps", "done", 9.0, rows=rows))
     assert cells(text, "| H/14 | 64 | timm, compiled")[3:8] == ["0.4800", "133", "0.80", "50.0%", "25.0%"]

@@ -1,4 +1,4 @@
-"""The runner of `make gpu`: a page that grows and is never half written, time limits, the budget, and killed parts."""
+"""The runner of `make gpu`: a growing page without partial writes, time limits, the budget, and killed parts."""
 
 import json
 import os
@@ -103,7 +103,7 @@ def test_parts_run_in_parallel_in_free_slots_except_exclusive_ones(tmp_path):
 
 
 def test_file_is_replaced_atomically(tmp_path, monkeypatch):
-    """Where the write fails half-way, the former text stays."""
+    """If the write fails halfway, the file keeps its previous content."""
     path = tmp_path / "page.md"
     replace(path, "former")
     write_text = Path.write_text

@@ -29,7 +29,7 @@ def picture(number: int, side: int, extension: str = ".jpg") -> bytes:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
-    """JPEGs of many sizes, a PNG, a file that ends early, one without an image, one too large for its row."""
+    """Pack JPEGs of many sizes, a PNG, a truncated file, a file without an image, and one too large for its row."""
     images = {n: picture(n, 60 + 17 * n) for n in range(24)}
     noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
     images |= {
@@ -42,7 +42,7 @@ def index(tmp_path_factory):
 
 
 def stand_in(sources: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """What nvJPEG would do: all of a call or nothing."""
+    """Decode like nvJPEG: all images of a call or none."""
     images = [cv2.imdecode(source.numpy(), cv2.IMREAD_COLOR_RGB) for source in sources]
     if any(image.shape[0] == 60 + 17 * 5 for image in images):
         raise RuntimeError("number 5 is not for this decoder")

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
-    """Shards of 3, 3 and 1 samples with the keys s0 to s5, and s1 once more in the last."""
+    """Return shards of 3, 3 and 1 samples with keys s0 to s5; the last shard repeats s1."""
     some = list(digits(train=False, image_size=16))[:7]
     keys = ["s0", "s1", "s2", "s3", "s4", "s5", "s1"]
     samples = [replace(sample, key=key) for key, sample in zip(keys, some, strict=True)]

@@ -1,4 +1,4 @@
-"""RandAugment: every operation is the original's, restated here in NumPy, on a real photograph."""
+"""RandAugment: every operation matches the original's NumPy reimplementation here, on a real photograph."""
 
 import tarfile
 from pathlib import Path
@@ -23,7 +23,7 @@ SIDE = 96
 
 
 class Certain(Draws):
-    """Every amount positive, every place the same."""
+    """A generator of fixed draws: positive amounts, and always the same place."""
 
     def uniform(self) -> float:
         return 0.3
@@ -77,7 +77,7 @@ def equalized(image: np.ndarray) -> np.ndarray:
 
 
 def moved(image: np.ndarray, x_of, y_of) -> np.ndarray:
-    """Nearest pixel of where each one comes from; 128 from outside."""
+    """Transform an image by nearest-neighbour sampling at source coordinates; pixels from outside become 128."""
     y, x = np.mgrid[:SIDE, :SIDE].astype(float)
     from_x = np.round(x_of(x, y)).astype(int)
     from_y = np.round(y_of(x, y)).astype(int)
@@ -109,7 +109,7 @@ def added(image: np.ndarray, amount: int) -> np.ndarray:
 
 
 def shift(level: float) -> int:
-    """TensorFlow's shifts are of 0 to 7 bits, whatever it is asked for."""
+    """Return a shift of 0 to 7 bits, the limits of TensorFlow's shifts."""
     return min(max(8 - int(4 * level), 0), 7)
 
 

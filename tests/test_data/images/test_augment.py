@@ -1,4 +1,4 @@
-"""Boxes of training crops against the rule that they are drawn by, and pixels against NumPy."""
+"""Boxes of training crops compared with their sampling rule, and pixels with NumPy."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Decoding only the crop gives the pixels of decoding everything; broken files are refused by reason."""
+"""Decoding only the crop gives the same pixels as a full decode; broken files are refused with the reason."""
 
 import contextlib
 import io
@@ -43,7 +43,7 @@ needs_binding = pytest.mark.skipif(library() is None, reason="no C++ compiler, o
 
 
 def scene(height: int, width: int, grain: int = 16) -> np.ndarray:
-    """A smooth picture with some texture, so that JPEG has something of every frequency."""
+    """Return a smooth image with some texture, so that its JPEG has coefficients of every frequency."""
     rng = np.random.default_rng(grain)
     coarse = rng.integers(0, 256, (height // grain + 2, width // grain + 2, 3), dtype=np.uint8)
     smooth = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC).astype(int)
@@ -69,7 +69,7 @@ KINDS = {
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_region_has_the_pixels_of_the_whole_at_every_scale(kind, restarts, monkeypatch):
     height = 203
-    width = 171  # 11 or 22 blocks a row: restart markers after each, or after every second
+    width = 171  # 11 or 22 blocks per row: restart markers after each row, or after every second one
     data = encoded(scene(height, width), quality=85, **KINDS[kind])
     if restarts:
         data = add_restarts(data)
@@ -106,7 +106,7 @@ def test_photographs_decode_to_the_same_pixels_with_and_without_the_binding(monk
 
 
 def test_the_training_crop_is_the_reference_crop_to_within_a_level():
-    """At full scale: decode, crop, bilinear without antialiasing, as the reference does."""
+    """At full scale, the reference decodes, crops and resizes bilinearly without antialiasing."""
     data = encoded(scene(300, 400))
     cfg = AugmentConfig(flip=False, reduced=False)
     out = np.empty((96, 96, 3), np.uint8)
@@ -117,7 +117,7 @@ def test_the_training_crop_is_the_reference_crop_to_within_a_level():
 
 
 def test_a_reduced_decode_stays_close_to_the_average_of_what_it_merges():
-    """A 1/d decode is d×d averages: within 5 levels in the mean of an area resize."""
+    """A 1/d decode averages d×d pixels: on average within 5 levels of an area resize."""
     data = encoded(scene(1200, 1600, grain=128), quality=92)
     cfg = AugmentConfig(flip=False)
     out = np.empty((96, 96, 3), np.uint8)
@@ -167,7 +167,7 @@ def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path, 
 
 @needs_binding
 def test_a_kept_binding_that_has_changed_is_compiled_anew(monkeypatch, tmp_path, caplog):
-    """A flip in its code gave other pixels: 6 of 200."""
+    """A bit flip in its code changed pixels without an error in 6 of 200 cases."""
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
     path = decoding.compile_binding()
     whole = path.read_bytes()
@@ -178,7 +178,7 @@ def test_a_kept_binding_that_has_changed_is_compiled_anew(monkeypatch, tmp_path,
         assert f"{path}: truncated or altered" in caplog.text
         assert sha256(path.read_bytes()[:-32]).digest() == path.read_bytes()[-32:]
         caplog.clear()
-    # A whole one is taken as it is.
+    # An intact binding is reused.
     written_at = path.stat().st_mtime_ns
     assert decoding.compile_binding() == path
     assert path.stat().st_mtime_ns == written_at
@@ -188,7 +188,7 @@ def test_a_kept_binding_that_has_changed_is_compiled_anew(monkeypatch, tmp_path,
 @needs_binding
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_binding_of_another_user_is_never_loaded(monkeypatch, tmp_path):
-    """A user of a shared cache folder could run code as everybody who decodes images."""
+    """Otherwise a user of a shared cache folder could run code as any other user who decodes images."""
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
     path = decoding.compile_binding()
     compiled = path.read_bytes()
@@ -224,7 +224,7 @@ def test_an_image_that_needs_no_resize_is_mirrored_too():
 
 
 def test_the_last_offset_is_never_drawn():
-    """TensorFlow's sampler draws offsets below `height - h`, though that one would be inside too."""
+    """TensorFlow's sampler draws offsets below `height - h`, although that offset would be valid too."""
     for number in range(300):
         y, x, h, w = boxes(number, 12, 15, AugmentConfig())
         assert y == 0 or y + h < 12
@@ -232,7 +232,7 @@ def test_the_last_offset_is_never_drawn():
 
 
 def test_a_random_crop_comes_from_everywhere():
-    image = np.zeros((32, 32, 3), np.uint8)  # of the side that it is resized to; each pixel tells where it lies
+    image = np.zeros((32, 32, 3), np.uint8)  # already of the target size; each pixel encodes its position
     image[..., 0] = np.arange(32)[:, None]
     image[..., 1] = np.arange(32)
     offsets = set()
@@ -258,9 +258,9 @@ def test_a_random_crop_of_a_wide_image_comes_from_everywhere():
 
 
 def test_a_squashed_crop_is_a_window_of_the_whole_image_as_a_square():
-    """BiT-HyperRule: both sides to one number, whatever the aspect, then a crop of it from anywhere."""
+    """BiT-HyperRule resizes both sides to the same number, ignoring the aspect ratio, then crops at random."""
     image = scene(40, 70)
-    squashed = cv2.resize(image, (20, 20), interpolation=cv2.INTER_LINEAR).astype(int)  # within a rounding of ours
+    squashed = cv2.resize(image, (20, 20), interpolation=cv2.INTER_LINEAR).astype(int)  # equal to ours up to rounding
     offsets = set()
     for number in range(200):
         out = np.empty((16, 16, 3), np.uint8)
@@ -288,7 +288,7 @@ def test_a_reduced_box_lies_inside_and_moves_by_half_a_pixel_at_most():
             assert reduced.x + reduced.width <= math.ceil(171 / denominator)
             moved = np.array(reduced) - np.array(box) / denominator
             assert np.abs(moved[2:]).max() <= 0.5
-            # At the far edges there may be no pixel left to round up to.
+            # At the far edges there may be no pixel to round up to.
             assert moved[:2].max() <= 0.5
             assert moved[:2].min() >= -1
 
@@ -358,13 +358,13 @@ def test_markers_that_libjpeg_refuses_before_the_scan_are_refused(marker):
 
 
 def segment(marker: int, height: int, width: int) -> bytes:
-    """A segment of a JPEG that holds these sides and three channels, as a frame header does."""
+    """Return a JPEG segment with these sides and three channels, like a frame header."""
     return struct.pack(">BBHBHHB", 0xFF, marker, 17, 8, height, width, 3) + bytes(9)
 
 
 @pytest.mark.parametrize("marker", [*range(0xDA), *range(0xDB, 0xFF)])
 def test_the_sides_are_those_of_the_last_frame_header_of_any_kind(marker):
-    """Markers of ITU T.81, table B.1; behind a frame header of 60 × 40."""
+    """Writes a segment with each marker of ITU T.81, table B.1, after a frame header of 60 × 40."""
     scan = b"\xff\xda" + struct.pack(">HB", 12, 3) + bytes(9) + b"\xff\xd9"
     data = b"\xff\xd8" + segment(0xC0, 60, 40) + segment(marker, 30, 20) + scan
     if marker in (*range(2, 0xC0), 0xD8, 0xD9, *range(0xF0, 0xFE)):
@@ -394,7 +394,7 @@ def test_libjpeg_is_not_asked_for_more_pixels_than_a_header_may_claim():
 
 
 def empty_scan(blocks: int) -> bytes:
-    """A scan that says of all blocks of the first component that none has a coefficient above the first.
+    """Return a scan in which no block of the first component has a coefficient above the first.
 
     Its one Huffman code, the bit 0, is EOB14 (ITU-T T.81, table G.1): with 14 bits 0 it means 2¹⁴ blocks.
     """
@@ -425,7 +425,7 @@ def test_scans_that_only_cost_are_counted_before_anything_is_decoded():
         decode_region(data, 1, (0, 0, 375, 500))
         return time.process_time() - began
 
-    # What the limit is for, by libjpeg itself, which knows none; and what an image within it can cost at most.
+    # The reason for the limit, shown with libjpeg itself, which has none; and the maximum cost of an image within it.
     usual = min(cpu_seconds(good) for _ in range(5))
     assert min(cpu_seconds(bomb) for _ in range(3)) > 4 * usual
     assert min(cpu_seconds(at_the_limit) for _ in range(5)) < 3 * usual
@@ -442,7 +442,7 @@ def test_a_thumbnail_and_comments_are_no_scans(options):
 
 def test_a_sequential_image_with_a_scan_for_each_component_is_counted_too():
     good = encoded(scene(64, 64, grain=8), subsampling=0)
-    # Say that the first scan holds one component: libjpeg then reads every scan behind it.
+    # Declare one component in the first scan: libjpeg then reads all later scans.
     at = good.index(b"\xff\xda")
     scans = b"\xff\xda" + struct.pack(">HB", 8, 1) + bytes([1, 0x00, 0, 63, 0])
     bomb = good[:at] + scans * 40 + b"\xff\xd9"
@@ -454,7 +454,7 @@ def test_a_sequential_image_with_a_scan_for_each_component_is_counted_too():
         read_header(disguised)
 
 
-def test_a_header_that_is_not_the_image_s_is_a_bad_image():
+def test_image_with_a_wrong_header_is_a_bad_image():
     data = encoded(scene(16, 16), "PNG")
     with pytest.raises(BadImage, match="size differs from the header"):
         decode_crop(data, replace(read_header(data), height=3000), (100, 0, 50, 16), 0)
@@ -473,7 +473,7 @@ def test_broken_images_are_refused_by_reason(reason):
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 def test_a_file_that_was_cut_short_is_refused(kind):
-    """Their decoders would fill up with grey, or with what was in memory, and say nothing."""
+    """Decoders would silently fill the rest with grey or with old memory."""
     whole = encoded(scene(60, 60), kind)
     for share in (0.5, 0.9, 0.99):
         with pytest.raises(BadImage, match="truncated"):

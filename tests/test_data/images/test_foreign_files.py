@@ -1,4 +1,4 @@
-"""Image files that other programs write: animated PNGs, CMYK JPEGs with and without an Adobe marker, stray bytes."""
+"""Image files of other programs: animated PNGs, CMYK JPEGs with and without an Adobe marker, stray bytes."""
 
 import io
 import random
@@ -92,7 +92,7 @@ def segments(jpeg: bytes) -> tuple[list[bytes], bytes]:
 
 
 def flat_cmyk(stored: tuple[int, int, int, int], *, has_adobe_marker: bool) -> bytes:
-    """Return a CMYK JPEG of one colour, given the values that are stored in it."""
+    """Return a CMYK JPEG of a single colour with these stored values."""
     # Pillow stores 255 minus its pixels, and always writes the marker.
     pixels = 255 - np.full((16, 16, 4), stored, np.uint8)
     out = io.BytesIO()

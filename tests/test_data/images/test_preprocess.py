@@ -1,4 +1,4 @@
-"""Preprocessing equals the original repositories' on golden arrays."""
+"""Preprocessing equals that of the original repositories on golden arrays."""
 
 import json
 from hashlib import sha256
@@ -37,7 +37,7 @@ def test_op_strings_match_the_original(case):
 
 
 def pattern(height, width):
-    """An image (height, width, 3) of all values, made of whole numbers alone."""
+    """Return an image (height, width, 3) with all values, computed only with integers."""
     y = np.arange(height)[:, None, None]
     x = np.arange(width)[None, :, None]
     channel = np.arange(3)
@@ -51,7 +51,7 @@ TENSORFLOW = [
     ("resize_small(448)", (384, 387), (448, 451), "73d4e5d1043c028f"),
     ("resize_small(585)", (500, 750), (585, 877), "ba156baa760cc629"),
     ("resize_small(592)", (288, 387), (592, 796), "c25082f3dbe0066b"),
-    # The sums: shrunk, grown, with a side of one pixel, and as it was.
+    # The digests: reduced, enlarged, with a side of one pixel, and unchanged.
     ("resize_small(40)", (61, 83), (40, 54), "adf66fc505c663f3"),
     ("resize_small(3)", (7, 5), (4, 3), "d16575c7617afe6d"),
     ("resize_small(16)", (5, 7), (16, 22), "bb84903f4fe0e880"),

@@ -1,4 +1,4 @@
-"""The JSON of an index: read from its folder, wherever both lie, and refused if it is not what was written."""
+"""The JSON of an index: read from its folder, wherever that is, and refused if it was altered."""
 
 import json
 import shutil
@@ -58,7 +58,7 @@ def test_a_field_that_was_edited_is_noticed(field, value, folder):
         (["a.index.json", "b.index.json"], "found a.index.json, b.index.json"),
     ],
 )
-def test_a_folder_without_one_index_is_told_what_to_type(files, message, tmp_path):
+def test_error_for_a_folder_without_an_index_says_what_to_type(files, message, tmp_path):
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

@@ -1,4 +1,4 @@
-"""What an index says of a set of 3, 2 and 4 samples, counted by hand."""
+"""The content of an index of 3, 2 and 4 samples, counted by hand."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def test_a_shard_lies_in_the_directory_of_the_set(index):
     assert not index.remote
 
 
-def test_sets_that_are_joined_follow_each_other(index, tmp_path):
+def test_joined_sets_follow_each_other(index, tmp_path):
     other = pack(list(digits(train=True, image_size=16))[:5], tmp_path / "other", name="o", shard_samples=4)
     both = join([index, other], [1.0, 1.0])
     assert both.shard_samples.tolist() == [4, 4, 1, 4, 1]
@@ -55,6 +55,6 @@ def test_an_altered_table_is_refused_with_the_command_that_makes_it_again(index)
     np.save(path, table)
     assert len(index.table(0)) == 4
     with pytest.raises(
-        DataError, match=r"t-000001.npy: not a valid table of .*altered or replaced\n.*\n  type: python -m jobs index"
+        DataError, match=r"t-000001.npy: not a valid table of .*altered or replaced\n.*\n  run python -m jobs index"
     ):
         index.table(1)

@@ -1,4 +1,4 @@
-"""How names are shown."""
+"""The display of names in messages."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A large index is mapped, not read; what is mapped is what its JSON says, or it is not believed."""
+"""A large index is memory-mapped instead of parsed; the mapped file must match its JSON."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def state(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def path(tmp_path) -> Iterator[Path]:
-    """An index of 6,000 shards, written by hand."""
+    """Write an index of 6,000 shards by hand."""
     tars = [row[:4] for row in ROWS]
     content = {"schema": 1, "directory": "tars", "class_counts": COUNTS, "shards": ROWS}
     content |= {"names": [], "origin": None, "refused": {}, "first_refused": {}}
@@ -57,7 +57,7 @@ def path(tmp_path) -> Iterator[Path]:
 
 
 def held(path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
-    """The same index as Python objects, as that of a small set is."""
+    """Return the same index as Python objects, like that of a small set."""
     with monkeypatch.context() as patch:
         patch.setattr(document, "LARGE", 1 << 30)
         read = load_index(path)
@@ -66,7 +66,7 @@ def held(path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
 
 
 def same(index: Index, other: Index) -> bool:
-    """Whether two indexes say the same, however they hold their shards."""
+    """Return whether two indexes have the same content, in memory or mapped."""
     return replace(index, shards=tuple(index.shards)) == replace(other, shards=tuple(other.shards))
 
 
@@ -84,12 +84,12 @@ def test_a_large_index_is_mapped_and_says_what_its_json_says(path, state, monkey
     assert same(load_index(path), mapped)
     with pytest.raises(IndexError):
         mapped.shards[6000]
-    # Half of the file's bytes are digests: what is asked of all shards is not a copy.
+    # Half of the file's bytes are digests: the column for all shards must be a view, not a copy.
     assert not mapped.shard_samples.flags.owndata
     assert len(list(state.glob("*.columns"))) == 1
 
 
-def test_an_index_that_changed_is_mapped_anew(path, state):
+def test_changed_index_is_mapped_again(path, state):
     before = load_index(path)
     content = json.loads(path.read_text())
     content["shards"] = [["s3://b/x.tar", 1, 2, "0" * 64, ""], *content["shards"]]
@@ -136,7 +136,7 @@ def test_another_process_is_sent_where_the_columns_are(path, state):
     )
     answer = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True).stdout.decode()
     assert answer == f"0 {ROWS[6][0]} {order.batch(9).shard.tolist()}\n"
-    # Somebody cleans the folder: the next process still gets them. Another file of that name is refused.
+    # Somebody empties the folder: the next process recreates the file. Another file of that name is refused.
     (file,) = state.glob("*.columns")
     file.unlink()
     sent = pickle.dumps(mapped)
@@ -165,7 +165,7 @@ def test_columns_that_nobody_has_opened_for_a_month_go_when_others_are_made(path
     os.utime(unused, (month_ago, month_ago))
     os.utime(kept, (month_ago, month_ago))
     os.utime(recent, (days_ago, days_ago))
-    # To load an index is to use its columns; nothing is made, so nothing goes.
+    # Loading an index marks its columns as used; nothing is created, so nothing is deleted.
     assert same(load_index(path), mapped)
     assert unused.exists()
     path.write_text(json.dumps(json.loads(path.read_text())))
@@ -175,7 +175,7 @@ def test_columns_that_nobody_has_opened_for_a_month_go_when_others_are_made(path
     assert recent.exists()
     assert kept.exists()
     assert len(list(state.glob("*.columns"))) == 3
-    # Who has mapped what goes keeps it, and may still send it to another process.
+    # A process keeps its mapping of a deleted file, and may still send it to another process.
     os.utime(kept, (month_ago, month_ago))
     path.write_text(json.dumps(json.loads(path.read_text()), indent=2))
     assert same(load_index(path), mapped)

@@ -1,4 +1,4 @@
-"""Tars are walked, never extracted: what tarfile reads is found, what is hostile is counted or refused."""
+"""Tars are scanned, never extracted: all members that tarfile reads are found, hostile ones counted or refused."""
 
 import gzip
 import io
@@ -84,7 +84,7 @@ def test_header_bombs_are_stepped_over():
         (b"x5 path=longer\n", b"told", None),
         (b" 15 path=longer\n", b"told", None),
         (b"0 path=longer\n", b"told", None),
-        (b"16 path=longer\n", b"told", None),  # longer than all that is there
+        (b"16 path=longer\n", b"told", None),  # longer than the available data
         (b"0000000015 path=longer\n", b"told", None),  # ten digits
         (b"", b"told", None),
     ],
@@ -120,7 +120,7 @@ def test_the_zeros_behind_a_tar_are_those_that_writers_put_there(content, zeros,
 
 @pytest.mark.parametrize("size", [b"-1000", b"-1", b"+1", b"1_0"])
 def test_a_size_with_a_sign_is_refused(size):
-    """A negative one would lead back to the same header for ever."""
+    """A negative size would lead back to the same header in an endless loop."""
     data = bytearray(tar_of([("a.jpg", b"A")]))
     data[124:136] = size.ljust(12, b"\0")
     data[148:156] = b"%06o\0 " % (sum(data[:512]) - sum(data[148:156]) + 8 * 32)
@@ -215,7 +215,7 @@ def sparse_file(path: Path, holes: int) -> None:
 @pytest.mark.parametrize("holes", [1, 3, 4, 5, 26, 60])
 @pytest.mark.parametrize("kind", ["gnu", "pax-0.0", "pax-0.1", "pax-1.0"])
 def test_sparse_members_are_counted_by_their_names_and_the_others_read(tmp_path: Path, kind: str, holes: int) -> None:
-    """GNU tar writes them, in all its formats; a header has room for four holes, a block after it for 21 more."""
+    """GNU tar writes sparse members in all its formats; a header has space for four holes, each extra block for 21."""
     for number in range(3):
         (tmp_path / f"plain{number}.jpg").write_bytes(b"image" * (number + 1))
         (tmp_path / f"plain{number}.cls").write_bytes(b"1")
@@ -305,7 +305,7 @@ def test_tars_of_all_programs_have_the_members_that_tarfile_reads(writer: str, t
         expected[name.rpartition(".")[0]] = (image, label)
     assert pairs == expected
     assert set(result.refused.counts) <= {HIDDEN}
-    # The reader of compressed tars gives the same, and counts nothing else.
+    # The reader of compressed tars gives the same samples and counts.
     (tmp_path / "t.tar.gz").write_bytes(gzip.compress(tar))
     refused = Refusals()
     samples = compressed_samples(tmp_path / "t.tar.gz", refused)
@@ -326,7 +326,7 @@ def test_links_and_folders_that_have_a_size_and_no_content_are_stepped_over(kind
 
 @pytest.mark.parametrize("size", [1, 700])
 def test_the_content_of_a_link_is_stepped_over(size: int) -> None:
-    """POSIX allows a hard link to store its content; such a writer is pax with `-o linkdata`."""
+    """POSIX allows hard links to store their content; pax writes this with `-o linkdata`."""
     link = header(b"cat/9.jpg", size, b"1", link=b"cat/0.jpg") + padded(b"\xff" * size)
     assert [row.key for row in walk(link + old(IMAGES_AND_LABELS[:2]), "t.tar").rows] == [b"cat/0"]
 

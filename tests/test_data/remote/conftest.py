@@ -1,4 +1,4 @@
-"""The shards that the tests of remote sets serve: eight, of 50 digits each."""
+"""The shards for tests of remote sets: eight shards of 50 digits."""
 
 from itertools import islice
 

@@ -1,4 +1,4 @@
-"""Remote shards arrive once, whole and checked, whatever the storage does; or the run says why not."""
+"""Remote shards are downloaded once, complete and verified, whatever the storage does; or the error says why not."""
 
 import hashlib
 import http.server
@@ -40,7 +40,7 @@ PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 1.0}
 
 @pytest.fixture(scope="module", params=["s3", "gs", "az"])
 def storage(request, local, tmp_path_factory):
-    """A store that speaks a scheme's protocol on loopback and holds the shards, behind a proxy that can fail."""
+    """Serve the shards on loopback with a scheme's protocol, through a proxy that injects faults."""
     files = {f"set/{shard.name}": Path(local.location(n)) for n, shard in enumerate(local.shards)}
     files |= {"mixed/a.tar": Path(local.location(0)), "mixed/b.tar.gz": Path(local.location(1))}
     with store(request.param, files) as proxy:
@@ -69,7 +69,7 @@ def take(index, cache, steps=8, **options):
 
 
 def test_a_remote_set_gives_the_same_batches_and_each_shard_is_fetched_once(faulty, local, tmp_path):
-    # Nothing is wrong with the store: on a busy machine a second without an answer would be one request more.
+    # The store works, but on a busy machine a timeout of one second could cause additional requests.
     cache = CacheConfig(str(tmp_path), **PATIENT | {"timeout_s": 30.0})
     assert torch.equal(take(faulty.index, cache, processes=2), take(local, None))
     assert len(faulty.gets) == len(set(faulty.gets)) == 8
@@ -143,7 +143,7 @@ def test_a_cache_too_small_for_the_shards_in_use_is_named_before_the_run(faulty,
 
 
 def test_what_is_here_is_not_fetched_ahead_and_takes_no_room(local, tmp_path):
-    """As in a mixture of sets here and sets elsewhere."""
+    """As in a mixture of local and remote sets."""
     order = Order(local.shard_samples, seed=0, batch_size=40)
     prefetcher = Prefetcher(local, order, range(40), 0, CacheConfig(str(tmp_path)))
     prefetcher.fetch(0)
@@ -192,7 +192,7 @@ def test_tars_are_indexed_where_they_are_and_no_copy_stays(faulty, local, tmp_pa
 
 def test_compressed_tars_beside_others_are_not_left_out_without_a_word(faulty, tmp_path):
     mixed = faulty.set.replace("/set", "/mixed")
-    with pytest.raises(DataError, match=r"/mixed: 'b\.tar\.gz' would be ignored: compressed tars"):
+    with pytest.raises(DataError, match=r"/mixed: 'b\.tar\.gz' are compressed tars and would be ignored"):
         build_index(mixed, output=tmp_path)
     assert len(build_index(f"{mixed}/*.tar", output=tmp_path).shards) == 1
 
@@ -234,7 +234,7 @@ def test_the_doctor_keeps_shards_where_it_is_told_and_goes_on_where_one_does_not
     copies = list((tmp_path / "cache").glob("*.tar"))
     assert len(copies) == 7
 
-    # A copy that rotted is fetched again, as a run would do.
+    # A corrupt copy is downloaded again, as a run would do.
     content = bytearray(copies[0].read_bytes())
     content[-2000] ^= 1
     copies[0].write_bytes(content)
@@ -323,7 +323,7 @@ def shard_of(content: bytes) -> cache_module.Shard:
         pytest.param(".tar", slice(0, 0), (0, 100), id="what a power cut left is fetched again"),
     ],
 )
-def test_what_an_earlier_fetch_left_is_used_only_where_it_is_right(tmp_path, monkeypatch, suffix, left, first_asked):
+def test_partial_download_is_reused_only_if_it_is_correct(tmp_path, monkeypatch, suffix, left, first_asked):
     content = os.urandom(1000)
     asked = fake_storage(monkeypatch, content)
     shard = shard_of(content)
@@ -344,7 +344,7 @@ def test_the_cache_stays_within_its_limit_and_drops_the_longest_unused(tmp_path,
         cache.path("s3://b/x.tar", replace(shard_of(contents[0]), bytes=3000))
 
 
-def test_a_shard_that_is_evicted_before_it_is_open_is_fetched_again(tmp_path, local, monkeypatch):
+def test_shard_evicted_before_it_is_open_is_downloaded_again(tmp_path, local, monkeypatch):
     reader = ShardReader(replace(local, directory="s3://b"), cache=CacheConfig(str(tmp_path)))
     asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
     path, calls = Cache.path, []
@@ -362,7 +362,7 @@ def test_a_shard_that_is_evicted_before_it_is_open_is_fetched_again(tmp_path, lo
     assert asked
 
 
-def test_a_shard_that_is_evicted_before_its_use_is_noted_is_fetched_again(tmp_path, local, monkeypatch):
+def test_shard_evicted_before_its_use_is_recorded_is_downloaded_again(tmp_path, local, monkeypatch):
     cfg = CacheConfig(str(tmp_path))
     asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
     ShardReader(replace(local, directory="s3://b"), cache=cfg).read(0, 3)
@@ -383,7 +383,7 @@ def test_a_shard_that_is_evicted_before_its_use_is_noted_is_fetched_again(tmp_pa
 
 
 def test_a_loader_that_does_not_listen_holds_no_download_up(tmp_path, monkeypatch):
-    """More signs of life than a pipe holds, from a process whose turn has not come."""
+    """A process sends more progress messages than a pipe holds before the loader reads from it."""
     content = os.urandom(200_000)
     fake_storage(monkeypatch, content)
     unread, there = Pipe()
@@ -421,10 +421,8 @@ def test_who_is_stopped_waits_for_no_other_s_download(tmp_path):
         (2500, {"coming.part", "x.lock"}),
     ],
 )
-def test_room_is_made_by_the_longest_unused_and_by_downloads_that_nobody_goes_on_with(
-    wanted, left, tmp_path, monkeypatch
-):
-    """2,200 of 2,500 bytes are taken; a download that has grown within the hour stays, whatever is lacking."""
+def test_least_recently_used_shards_and_abandoned_downloads_are_evicted(wanted, left, tmp_path, monkeypatch):
+    """2,200 of 2,500 bytes are used; a download that grew within the last hour stays even if space is short."""
     now_s = 1_800_000_000
     ages = {"used.tar": (900, 5), "older.tar": (400, 3000), "coming.part": (700, 3590), "given-up.part": (200, 3610)}
     for name, (size, age_s) in {**ages, "x.lock": (5000, 9999)}.items():
@@ -435,10 +433,10 @@ def test_room_is_made_by_the_longest_unused_and_by_downloads_that_nobody_goes_on
     assert {path.name for path in tmp_path.iterdir()} - {"eviction.lock"} == left
 
 
-def test_another_s_download_is_told_of_whenever_it_has_grown(tmp_path, monkeypatch):
+def test_progress_of_another_process_download_is_reported(tmp_path, monkeypatch):
     shard = shard_of(b"x")
     part = tmp_path / f"{shard.sha256}.part"
-    sizes = [None, 0, 0, 5, 5, 5, 9, 9]  # of the file, look after look
+    sizes = [None, 0, 0, 5, 5, 5, 9, 9]  # sizes of the file at successive polls
     looks = []
     told = []
 
@@ -466,14 +464,14 @@ def test_a_missing_client_is_named_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("scheme", "package"), urls.CLIENTS.items())
-def test_a_client_whose_retries_are_not_where_they_were_is_named(scheme, package, monkeypatch):
+def test_client_without_its_known_retry_settings_is_named(scheme, package, monkeypatch):
     monkeypatch.setattr("fsspec.filesystem", lambda *_, **options: object())
     urls.forget_credentials()
     with pytest.raises(DataError, match=rf"{package} \S+ .*pip install {package}==2026"):
         urls.client(scheme, 1.0)
 
 
-def test_the_clients_that_are_named_as_tested_are_those_of_the_constraints():
+def test_documented_tested_clients_match_the_constraints():
     pinned = (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
     assert {f"{name}=={number}" for name, number in urls.TESTED.items()} <= set(pinned)
 
@@ -585,7 +583,7 @@ def test_https_is_read_and_indexed_and_a_redirect_to_a_private_address_is_refuse
 
 
 def certificate(folder) -> str:
-    """A key and a self-signed certificate of localhost in one file."""
+    """Write a key and a self-signed certificate for localhost into one file."""
     import datetime
 
     from cryptography import x509

@@ -1,4 +1,4 @@
-"""A cache that cannot be is refused."""
+"""Impossible settings of the cache are refused."""
 
 import pytest
 

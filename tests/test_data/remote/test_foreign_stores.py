@@ -1,4 +1,4 @@
-"""Keys of any characters, and error pages sent with the status of success, as stores and their proxies have them."""
+"""Keys with any characters, and error pages with a success status, as some stores and proxies send them."""
 
 import http.client
 import http.server
@@ -163,7 +163,7 @@ def test_a_page_of_html_instead_of_a_list_is_quoted_at_once(
     for source in ("s3://images/set", "s3://images/set/*.tar"):
         asked.clear()
         assert main(["index", source, "--output", str(tmp_path / "out")]) == 69
-        assert f"{source}: instead of the expected answer, the store sent an error page: {PAGES[SIGN_IN]}" in (
+        assert f"{source}: instead of the expected response, the store sent an error page: {PAGES[SIGN_IN]}" in (
             capsys.readouterr().err
         )
         assert len(asked) == 1
@@ -177,7 +177,7 @@ def test_an_error_page_instead_of_a_known_shard_is_quoted_at_once_and_not_stored
     with pytest.raises(StorageError, match="sent an error page: AccessDenied: Request has expired"):
         ShardReader(index, cache=cache).read(0, 0)
     assert len(s3.gets) == 1
-    # The store has recovered: nothing of the page has remained.
+    # The store has recovered: nothing of the page is left in the cache.
     s3.fault = lambda path: None
     assert ShardReader(index, cache=cache).read(0, 2)[:2] == ("2", picture(2))
 

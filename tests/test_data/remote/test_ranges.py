@@ -1,4 +1,4 @@
-"""A cold start reads the samples it needs out of shards that are not here: the same samples, or it says why not."""
+"""A cold start reads single samples of remote shards by byte ranges: the same samples, or an error with the reason."""
 
 import gc
 import pickle
@@ -34,7 +34,7 @@ BATCH = 20
 
 @pytest.fixture(scope="module")
 def s3(local, tmp_path_factory):
-    """moto, which speaks S3's protocol, behind a proxy that counts and can fail."""
+    """Run moto, which serves the S3 protocol, and a proxy that counts requests and injects faults."""
     files = {f"set/{shard.name}": Path(local.location(number)) for number, shard in enumerate(local.shards)}
     with store("s3", files) as proxy:
         at = "s3://images/set"
@@ -45,14 +45,14 @@ def s3(local, tmp_path_factory):
 
 @pytest.fixture
 def faulty(s3, monkeypatch):
-    """The store; shards of any size are worth reading by range, and nothing is fetched in the background."""
+    """Return the store; shards of any size are read by range, and no whole shard is downloaded in the background."""
     s3.gets.clear()
     urls.forget_credentials()
     monkeypatch.setattr(reader, "SMALLEST", 0)
     monkeypatch.setattr(Prefetcher, "fetch", lambda self, shard: None)
     yield s3
     s3.fault = lambda path: None
-    # What was on its way when a test ended would count as a request of the next one. The threads of a reader end with
+    # Requests in flight at a test's end would count for the next test. The threads of a reader end with
     # it, and readers refer to themselves.
     gc.collect()
     for thread in threading.enumerate():
@@ -81,7 +81,7 @@ def assert_same(taken: list, expected: list) -> None:
 
 
 def lengths_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of every range that is read, in this process."""
+    """Record the length in bytes of every range that this process reads."""
     asked: list[int] = []
     read_range = urls.read_range
 
@@ -97,7 +97,7 @@ def test_the_first_batch_costs_a_range_a_sample_instead_of_its_shards(faulty, lo
     asked = lengths_asked(monkeypatch)
     by_range = take(faulty.index, CacheConfig(str(tmp_path / "a"), **PATIENT), steps=1)
     assert_same(by_range, take(local, None, steps=1))
-    # What the tables say that these samples take: image, label, and the header and padding between them.
+    # Bytes of these samples according to the tables: image, label, and the header and padding between them.
     expected = 0
     for _, shard, sample in by_range[0].ids.tolist():
         row = local.table(shard)[sample]
@@ -134,7 +134,7 @@ def test_a_shard_that_is_here_is_read_instead(faulty, local, tmp_path):
 
 
 def test_a_sample_that_is_not_what_was_indexed_is_fetched_with_its_shard(faulty, local, tmp_path, caplog, monkeypatch):
-    """As from a store that ignores ranges: what comes is something else."""
+    """As from a store that ignores ranges: other bytes arrive."""
     read_range = urls.read_range
     wrong = []
 
@@ -156,12 +156,12 @@ def test_a_sample_that_is_not_what_was_indexed_is_fetched_with_its_shard(faulty,
     assert len(said) == 1
     assert re.match(pattern, said[0])
     assert said[0].endswith("waiting for whole shards")
-    # No range is asked for once that is known: only those that were on their way.
+    # After this discovery no further range is requested; only the requests in flight count.
     assert len(wrong) <= BATCH
 
 
 def test_a_sample_whose_halves_are_of_two_versions_of_the_shard_is_not_believed(faulty, local, tmp_path):
-    """An answer breaks off, and before the rest is asked for somebody overwrites the object, as large as before."""
+    """A response breaks off, and before the next request the object is overwritten with one of equal size."""
     import boto3
 
     key = f"set/{local.shards[0].name}"
@@ -179,12 +179,12 @@ def test_a_sample_whose_halves_are_of_two_versions_of_the_shard_is_not_believed(
 
     by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path / "a"), **PATIENT), by_range=True)
     faulty.fault = fault
-    # Of the image a half is the first version's: the other one's has other bytes there.
+    # Half of the image comes from the first version; the second version has different bytes there.
     assert by_range.read(0, 0) == ShardReader(local).read(0, 0) != ShardReader(local).read(1, 0)
     assert "differs from the index" in by_range.given_up
     assert len(faulty.gets) == 3
     by_range.stop()
-    # Where it stays overwritten, the shard says so.
+    # If the object stays overwritten, the shard's digest reveals it.
     overwrite(Bucket="images", Key=key, Body=other)
     faulty.fault = lambda path: None
     by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path / "b"), **PATIENT), by_range=True)
@@ -195,12 +195,12 @@ def test_a_sample_whose_halves_are_of_two_versions_of_the_shard_is_not_believed(
 
 
 def test_a_store_that_ignores_ranges_is_named(faulty, local, tmp_path, monkeypatch):
-    """It answers 200 with all of the object: a gigabyte for each sample, and no shard of more than a piece."""
+    """It answers 200 with the whole object: a gigabyte per sample, and no shard larger than one piece would work."""
     faulty.fault = lambda path: "whole"
     cfg = CacheConfig(str(tmp_path), **PATIENT)
     by_range = ShardReader(faulty.index, cache=cfg, by_range=True)
     size = local.shards[0].bytes
-    # A shard that comes in one piece is asked for from its first byte to its last, which is what comes.
+    # A shard in one piece is requested from its first to its last byte, and exactly these bytes arrive.
     assert by_range.read(0, 0) == ShardReader(local).read(0, 0)
     pattern = (
         rf"\(s3://images/set/train-000000.tar: the store ignores byte ranges: requested \d+ bytes, received {size};"
@@ -231,7 +231,7 @@ def test_an_answer_without_its_last_byte_is_asked_for_again(faulty, local, tmp_p
     assert not list(tmp_path.glob("*.tar"))
 
 
-def test_a_loader_that_is_iterated_again_reads_by_range_again(faulty, local, tmp_path):
+def test_second_iteration_of_a_loader_reads_by_range_again(faulty, local, tmp_path):
     cfg = CacheConfig(str(tmp_path), **PATIENT)
     loader = loader_of(faulty.index, cfg)
     for _ in range(2):
@@ -241,7 +241,7 @@ def test_a_loader_that_is_iterated_again_reads_by_range_again(faulty, local, tmp
         batches.close()
         assert len(faulty.gets) == BATCH
     assert not list(tmp_path.glob("*.tar"))
-    # Who was told to fetch nothing more stays so; who had given ranges up tries no more.
+    # A stopped reader stays stopped, and one that gave up on ranges does not try again.
     batches = iter(loader)
     next(batches)
     loader.stop()
@@ -274,11 +274,11 @@ def test_ranges_that_do_not_come_are_given_up_once_and_shards_are_waited_for(
     assert len(faulty.gets) == len(list(tmp_path.glob("*.tar"))), "each shard once, and nothing else"
 
 
-def test_a_shard_that_is_gone_or_rotten_in_the_store_ends_the_run_as_before(faulty, local, tmp_path, monkeypatch):
+def test_missing_or_corrupt_shard_in_the_store_ends_the_run_as_before(faulty, local, tmp_path, monkeypatch):
     gone = replace(faulty.index, directory="s3://images/elsewhere")
     with pytest.raises(DataError, match=r"elsewhere/train-00000\d.tar: this shard or its bucket does not exist"):
         take(gone, CacheConfig(str(tmp_path / "a"), **PATIENT))
-    # Another shard under the name: of the same size, so that only digests tell.
+    # Another shard under the name, of the same size, so that only digests differ.
     swapped = [replace(shard, name=faulty.index.shards[number ^ 1].name) for number, shard in enumerate(local.shards)]
     other = Index(tuple(swapped), 10, (), "", "s3://images/set", faulty.index.tables)
     tables = [local.table(number) for number in range(len(local.shards))]
@@ -288,7 +288,7 @@ def test_a_shard_that_is_gone_or_rotten_in_the_store_ends_the_run_as_before(faul
 
 
 @pytest.mark.parametrize("far", [0, 100, 1 << 17])
-def test_image_and_label_are_one_request_where_they_lie_close(tmp_path, monkeypatch, far):
+def test_image_and_label_are_one_request_if_they_are_close(tmp_path, monkeypatch, far):
     content = bytes(np.random.default_rng(0).integers(0, 256, 300_000, np.uint8))
     asked = []
 
@@ -329,7 +329,7 @@ def test_a_window_that_training_has_overtaken_moves_on(faulty, tmp_path, monkeyp
     assert asked == [5, 40, 41, 42]
 
 
-def test_what_the_first_batch_waits_for_is_said(faulty, local, tmp_path):
+def test_cause_of_waiting_for_the_first_batch_is_logged(faulty, local, tmp_path):
     cfg = CacheConfig(str(tmp_path), **PATIENT)
     loader = loader_of(faulty.index, cfg)
     shards = np.unique(loader.decoder.order.batch(0).shard).tolist()
@@ -387,11 +387,11 @@ def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path
         running.request((0, sample), *where)
     assert entered.wait(30)
     assert not pickle.loads(pickle.dumps(running)).requested, "a new decoding process asks for its own samples"
-    # The last one has no thread yet: it is cancelled while it is waited for.
+    # The last request has no thread yet: it is cancelled while the reader waits for it.
     with pytest.raises(StorageError, match=r"^s3://b/x.tar: stopped before the sample arrived$"):
         running.take((0, ranges.AT_ONCE), *where, running.stop)
     may_go.set()
-    # As where the stop comes between the look at `stopped` and the request.
+    # Simulate a stop between the check of `stopped` and the request.
     running.stopped = False
     with pytest.raises(RuntimeError):
         running.request((1, 0), *where)
@@ -401,12 +401,12 @@ def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path
 
 
 def refuse(running: ranges.Ranges) -> None:
-    """What a pool does that another thread has just shut down."""
+    """Raise the error of a pool that another thread has just shut down."""
     running.stopped = True
     raise RuntimeError("cannot schedule new futures after shutdown")
 
 
-def test_a_reader_that_is_stopped_does_not_begin_to_fetch_whole_shards(faulty, tmp_path, monkeypatch):
+def test_stopped_reader_does_not_start_to_download_whole_shards(faulty, tmp_path, monkeypatch):
     by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path), **PATIENT), by_range=True)
     monkeypatch.setattr(ranges.Ranges, "request", lambda self, place, url, row: self.stop())
     with pytest.raises(StorageError, match="stopped before the sample arrived"):

@@ -1,4 +1,4 @@
-"""How often, and after which pauses, a store is asked again; the clock is the test's own."""
+"""How often, and after which pauses, a request to a store is retried; the tests use a fake clock."""
 
 import logging
 from itertools import pairwise
@@ -18,7 +18,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 500.0
-        self.pauses: list[float] = []  # the longest that may be drawn
+        self.pauses: list[float] = []  # the longest possible draw
         monkeypatch.setattr(urls, "time", SimpleNamespace(monotonic=lambda: self.seconds, sleep=self.sleep))
         monkeypatch.setattr(urls, "random", SimpleNamespace(uniform=self.uniform))
 
@@ -41,7 +41,7 @@ class Clock:
         (10, 10, [0.5, 1, 2, 4, 8, 16, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]),
     ],
 )
-def test_a_store_is_asked_again_after_pauses_that_double(attempts, failures, pauses, monkeypatch, caplog) -> None:
+def test_requests_to_a_store_are_retried_after_doubling_pauses(attempts, failures, pauses, monkeypatch, caplog) -> None:
     clock = Clock(monkeypatch)
     asked: list[float] = []
 
@@ -66,7 +66,7 @@ def test_a_store_is_asked_again_after_pauses_that_double(attempts, failures, pau
     assert len(caplog.messages) == (failures > WARN_AT_ATTEMPT)
 
 
-def test_a_stop_is_heard_within_a_tenth_of_a_second(monkeypatch) -> None:
+def test_stop_is_noticed_within_a_tenth_of_a_second(monkeypatch) -> None:
     clock = Clock(monkeypatch)
 
     def ask() -> None:
@@ -78,7 +78,7 @@ def test_a_stop_is_heard_within_a_tenth_of_a_second(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("no"), DataError("refused")])
-def test_what_another_attempt_does_not_bring_is_asked_for_once(error, monkeypatch) -> None:
+def test_files_missing_from_a_new_attempt_are_requested_once(error, monkeypatch) -> None:
     clock = Clock(monkeypatch)
 
     def ask() -> None:

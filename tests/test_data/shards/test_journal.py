@@ -1,4 +1,4 @@
-"""A packing that was stopped continues from its journal, unless what it recorded has changed."""
+"""Interrupted packing resumes from its journal unless the recorded inputs have changed."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(tmp_path):
+def test_killed_packing_resumes_and_ends_with_the_same_bytes(tmp_path):
     def dying():
         yield from samples(25)[:17]
         raise KeyboardInterrupt
@@ -46,7 +46,7 @@ def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(tmp_path):
     assert (tmp_path / "killed" / "train-000000.tar").stat().st_mtime_ns == kept
 
 
-def test_a_kill_while_a_journal_is_taken_over_loses_no_finished_shard(tmp_path, monkeypatch):
+def test_kill_during_a_resume_from_a_journal_loses_no_finished_shard(tmp_path, monkeypatch):
     wrong = [*samples(16), Sample("last", picture(0), (7,))]
     with pytest.raises(DataError, match="labels"):
         pack(wrong, tmp_path, shard_samples=5, classes=5)
@@ -64,7 +64,7 @@ def test_a_kill_while_a_journal_is_taken_over_loses_no_finished_shard(tmp_path, 
     assert partial.read_text() == before
 
 
-def test_a_packing_whose_journal_lost_half_a_line_goes_on_too(tmp_path):
+def test_packing_resumes_from_a_journal_with_a_truncated_line(tmp_path):
     pack(samples(25), tmp_path / "whole", shard_samples=5)
     with pytest.raises(DataError, match="labels"):
         pack([*samples(15), Sample("last", picture(0), (1_000,))], tmp_path / "killed", shard_samples=5, classes=5)

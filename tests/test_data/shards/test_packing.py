@@ -55,7 +55,7 @@ def test_the_same_samples_give_the_same_bytes(tmp_path):
     assert first.class_counts == (5, 5, 5, 5, 5)
 
 
-def test_a_shard_that_is_left_out_may_be_missing(tmp_path):
+def test_excluded_shard_may_be_missing(tmp_path):
     made = pack(samples(10), tmp_path, shard_samples=5)
     (tmp_path / "train-000001.tar").unlink()
     check_sizes(exclude([made], ["train-000001.tar"]))
@@ -96,7 +96,7 @@ def test_indexing_existing_tars_finds_what_packing_wrote(tmp_path):
     assert packed_reader.read(2, 1) == indexed_reader.read(2, 1) == ("s00021", picture(21), b"1")
 
 
-def test_what_a_stopped_index_command_found_is_not_taken_for_another_folder(tmp_path):
+def test_progress_of_a_stopped_index_command_is_not_used_for_another_folder(tmp_path):
     first_folder, second_folder = tmp_path / "one", tmp_path / "other"
     for number, folder in enumerate((first_folder, second_folder)):
         folder.mkdir()
@@ -262,14 +262,14 @@ def test_a_finished_set_takes_no_other_samples(tmp_path, given, options):
     with pytest.raises(DataError, match=r"(?s)finished set.*[0-9a-f]{64}.*use another folder or --name"):
         pack(given(), tmp_path, **{"shard_samples": 5, **options})
     assert contents(tmp_path) == before
-    # The same samples are no others, and nothing is written.
+    # The same samples make the same set, and nothing is written.
     times = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert pack(samples(12), tmp_path, shard_samples=5) == finished
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == times
 
 
 def test_a_folder_of_the_same_names_and_older_files_is_another_source(tmp_path):
-    """By names, labels and times alone, neither a finished nor a stopped set could tell them apart."""
+    """Names, labels and times alone could not distinguish the sources, for finished and interrupted sets alike."""
     for number, root in enumerate("ab"):
         for name in ("1", "2", "3"):
             path = tmp_path / root / "cat" / f"{name}.jpg"
@@ -325,7 +325,7 @@ def test_a_source_never_holds_its_output(tmp_path, capsys):
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG that says so many pixels and holds none."""
+    """Return a PNG header with these sides and without pixels."""
     body = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = b""
     for kind, content in ((b"IHDR", body), (b"IDAT", b""), (b"IEND", b"")):
@@ -354,7 +354,7 @@ def test_packing_and_indexing_count_what_is_no_image_by_the_same_reasons_as_the_
     assert made.refused.counts == expected
     assert made.refused.first["truncated"] == "cat/c of x-000000.tar"
     assert check(made).bad.counts == expected
-    # Asked to, both decode all of it: what has a header and an end may still be none.
+    # On request, both decode the whole image: a file with a header and an end may still be broken.
     whole = cv2.imencode(".png", np.zeros((9, 9, 3), np.uint8))[1].tobytes()
     torn = whole[:45] + bytes(20) + whole[65:]
     (tmp_path / "torn").mkdir()
@@ -376,7 +376,7 @@ def test_hidden_files_and_folders_are_left_out_and_counted_as_other_kinds_are(tm
     assert "because hidden or not jpg, jpeg, png, webp: 3 × hidden file, 1 × .gif, 1 × .txt" in caplog.text
 
 
-def test_a_tar_that_is_not_imagenet_s_and_a_table_of_excel_s_are_read_as_what_they_are(tmp_path):
+def test_foreign_tar_and_excel_table_are_read_by_their_content(tmp_path):
     (tmp_path / "flat.tar").write_bytes(tar_of({"a.jpg": picture(1)}))
     with pytest.raises(DataError, match=r"flat\.tar: a\.jpg: "):
         list(imagenet_train(tmp_path / "flat.tar"))
@@ -388,7 +388,7 @@ def test_a_tar_that_is_not_imagenet_s_and_a_table_of_excel_s_are_read_as_what_th
         list(path_table(tmp_path / "table.csv"))
 
 
-def test_tars_whose_keys_start_anew_are_packed_together(tmp_path):
+def test_tars_with_restarting_keys_are_packed_together(tmp_path):
     for name in ("x", "y"):
         (tmp_path / f"{name}.tar").write_bytes(tar_of({"0.jpg": picture(1), "0.cls": b"3"}))
     made = pack(tars(tmp_path), tmp_path / "set")
@@ -418,7 +418,7 @@ def test_restart_markers_change_bytes_but_no_pixel(tmp_path):
     assert np.array_equal(decode(packed.read(0, 0)[1]), decode(image))
 
 
-def test_tars_of_img2dataset_are_packed_anew_with_labels_from_json(tmp_path):
+def test_tars_of_img2dataset_are_repacked_with_labels_from_json(tmp_path):
     about = b'{"url": "http://x/1.jpg", "caption": "hi", "key": "000000001", "status": "success", "label": 4}'
     body = tar_of({"000000001.jpg": picture(1), "000000001.json": about, "000000001.txt": b"hi", "2.jpg": picture(2)})
     (tmp_path / "00000.tar").write_bytes(body)

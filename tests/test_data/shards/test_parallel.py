@@ -1,4 +1,4 @@
-"""Jobs side by side: results in order, errors passed on, and no process left."""
+"""Parallel jobs: results in order, errors raised, and no process left."""
 
 import os
 import threading

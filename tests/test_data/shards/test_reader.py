@@ -1,4 +1,4 @@
-"""A shard, a table or an index that changes after it was made is found when it is read, whatever its time says."""
+"""A shard, table or index that changes after its creation is detected on reading, whatever its modification time."""
 
 import json
 import os
@@ -36,18 +36,18 @@ from tests.support.archives import make_subset
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    """What a node remembers of verified shards begins empty."""
+    """Begin with an empty record of verified shards."""
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "node"))
 
 
 @pytest.fixture
 def made(tmp_path) -> Index:
-    """Fifty digits in three shards."""
+    """Return fifty digits in three shards."""
     return pack(islice(digits(True, image_size=16), 50), tmp_path / "set", shard_samples=20)
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:
-    """Flip a bit of a file in place, its size and time as they were."""
+    """Flip a bit of a file in place, without changing its size and time."""
     times = path.stat()
     with open(path, "r+b") as file:
         file.seek(position)
@@ -63,7 +63,7 @@ def read_all(index: Index) -> list[tuple[str, bytes, bytes]]:
 
 
 def contents_by_tarfile(index: Index) -> list[tuple[str, bytes, bytes]]:
-    """The samples as Python's own tar reader finds them."""
+    """Return the samples as read by Python's `tarfile`."""
     samples = []
     for number in range(len(index.shards)):
         with tarfile.open(index.location(number)) as tar:
@@ -74,7 +74,7 @@ def contents_by_tarfile(index: Index) -> list[tuple[str, bytes, bytes]]:
 
 
 def bytes_of_samples(path: Path) -> set[int]:
-    """Positions of a tar that are content of a member, neither header nor padding."""
+    """Return the byte positions of members' content in a tar, without headers and padding."""
     positions: set[int] = set()
     with tarfile.open(path) as tar:
         for member in tar.getmembers():
@@ -83,7 +83,7 @@ def bytes_of_samples(path: Path) -> set[int]:
 
 
 def image_start(path: Path, number: int = 0) -> int:
-    """Where the encoded image of a sample begins, by Python's own tar reader."""
+    """Return the offset of a sample's encoded image according to Python's `tarfile`."""
     with tarfile.open(path) as tar:
         return [member for member in tar.getmembers() if member.name.endswith(".jpg")][number].offset_data
 
@@ -91,7 +91,7 @@ def image_start(path: Path, number: int = 0) -> int:
 # ------------------------------------------------------------------------------------------- shards
 
 
-def test_a_hundred_flips_after_the_first_reading_are_found_or_are_of_no_sample(made):
+def test_a_hundred_bit_flips_after_the_first_reading_are_detected_or_outside_samples(made):
     original = contents_by_tarfile(made)
     path = Path(made.location(1))
     of_samples = bytes_of_samples(path)
@@ -126,7 +126,7 @@ def test_such_a_sample_is_not_replaced_but_ends_the_run_with_what_to_type(made, 
     path = Path(made.location(2))
     flip(path, image_start(path, 3) + 40)
     message = r"train-000002.tar: sample 'digit\d+' differs from the index.*\n  expected \w{16}: .*\n.*data.drop=\[set/"
-    # Of two processes the one that is ahead may have met the sample first, and the other one then hashes the shard.
+    # With two processes the faster one may reach the sample first, and the other one then hashes the shard.
     if processes > 1:
         message += r"|train-000002.tar: its sha256 differs from the index.* data.drop=\[set/"
     with pytest.raises(DataError, match=message) as caught:
@@ -155,7 +155,7 @@ def test_a_shard_that_is_replaced_while_it_is_opened_is_not_taken_for_the_one_th
 
 
 def test_every_local_shard_that_is_missing_or_of_another_size_is_named(tmp_path):
-    """Behind shards that were left out, remote ones and whole ones too."""
+    """The bad shards follow dropped, remote and intact ones."""
     for name, size in (("whole", 7), ("short", 6), ("long", 8), ("other", 1)):
         (tmp_path / f"{name}.tar").write_bytes(bytes(size))
     rows = [
@@ -254,7 +254,7 @@ def test_a_cached_copy_that_rots_is_fetched_again_once(made, tmp_path, monkeypat
 
     copy = next((tmp_path / "cache").glob("*.tar"))
     flip(copy, image_start(copy, 3) + 40)
-    # The second reader has the old copy open too; it takes the new one, and fetches nothing.
+    # The second reader has the old copy open too; it opens the new one without a download.
     assert readers[0].read(0, 3) == original[3]
     assert len(asked) == 2
     assert readers[1].read(0, 3) == original[3]
@@ -310,7 +310,7 @@ def test_a_table_of_another_set_is_refused_at_reading(made, tmp_path):
         path.rename(tmp_path / "set" / path.name)
     with pytest.raises(
         DataError,
-        match=r"train-000000.npy: not a valid table of train-000000.tar.*\n.*\n  type: python -m jobs index /",
+        match=r"train-000000.npy: not a valid table of train-000000.tar.*\n.*\n  run python -m jobs index /",
     ):
         ShardReader(made).read(0, 0)
 
@@ -334,14 +334,14 @@ def test_what_is_typed_for_an_index_of_tars_in_several_folders_makes_it_again(ma
     (tmp_path / "index" / "part 1--0.npy").unlink()
     with pytest.raises(DataError, match=r"part 1--0.npy: not a valid table of part 1/0.tar") as caught:
         ShardReader(index).read(1, 0)
-    assert main(shlex.split(str(caught.value).partition("type: ")[2])[3:]) == 0
+    assert main(shlex.split(str(caught.value).partition("\n  run ")[2])[3:]) == 0
     assert load_index(tmp_path / "index") == index
     assert ShardReader(index).read(1, 0)
 
 
 @pytest.mark.parametrize("position", [0, 1])
-def test_a_label_that_rots_is_found_by_whoever_reads_labels_alone(made, tmp_path, position):
-    """The shard's sha256 is compared once a node; a subset goes by the digests of labels, which were indexed."""
+def test_corrupt_label_is_detected_when_only_labels_are_read(made, tmp_path, position):
+    """A shard's sha256 is compared once per node; a subset compares the indexed digests of labels."""
     rule = Rule(shots=2, seed=3)
     few = make_subset(made, tmp_path / "few", rule)
     row = made.table(position)[7]
@@ -349,7 +349,7 @@ def test_a_label_that_rots_is_found_by_whoever_reads_labels_alone(made, tmp_path
     assert make_subset(made, tmp_path / "again", rule).digest == few.digest
     with pytest.raises(DataError, match=f"sample '{row['key'].decode()}' differs from the index(?s:.*)restore it"):
         list(ShardReader(made, verify=False).labels(position))
-    # The shard is no longer marked as verified: as a whole it is refused now.
+    # The shard is no longer marked as verified: now it is refused as a whole.
     with pytest.raises(DataError, match="its sha256 differs from the index"):
         list(ShardReader(made).labels(position))
 

@@ -1,4 +1,4 @@
-"""A subset is an index over the same tars: the samples that a rule chooses, under the class ids that they had."""
+"""A subset is an index over the same tars: the samples chosen by a rule, with their original class ids."""
 
 import json
 import shlex
@@ -41,13 +41,13 @@ NAMES = ("ant", "bee", "cat", "dog", "eel")  # no sample is an eel
 
 @pytest.fixture
 def parent(tmp_path) -> Index:
-    """25 samples in the shards train-000000.tar (7), …, train-000003.tar (4)."""
+    """Return 25 samples in the shards train-000000.tar (7), …, train-000003.tar (4)."""
     samples = [Sample(f"s{number:02d}", picture(10 * number, 16), (label,)) for number, label in enumerate(LABELS)]
     return pack(samples, tmp_path / "shards" / "train", shard_samples=7, classes=5, names=NAMES)
 
 
 def held(index: Index) -> list[int]:
-    """The numbers of an index's samples, read out of its tars in its order; each is compared with its label."""
+    """Return the numbers of an index's samples in order, read from its tars; compare each with its label."""
     reader = ShardReader(index)
     numbers = []
     for shard, samples in enumerate(index.shard_samples):
@@ -77,14 +77,14 @@ def test_samples_with_several_labels_or_none_are_looked_through_in_pieces(monkey
 
 
 def test_shots_are_those_that_the_few_shot_probe_of_big_vision_draws(tmp_path, parent):
-    """The loop of its evaluators/fewshot_lsr.py, written out here once more."""
+    """Compares with a copy of the loop in its evaluators/fewshot_lsr.py."""
     generator = np.random.default_rng(5)
     drawn = []
     for label in range(4):
         drawn += generator.permutation([n for n, own in enumerate(LABELS) if own == label])[:3].tolist()
     index = make_subset(parent, tmp_path / "s", Rule(shots=3, seed=5))
     assert held(index) == sorted(drawn)
-    # The tars, the ids and their names are those of the whole set; what is counted is what is chosen.
+    # Tars, ids and names are those of the whole set; counts are those of the chosen samples.
     assert index.class_counts == (3, 3, 3, 3, 0)
     assert index.names == NAMES
     assert index.location(0) == parent.location(0)
@@ -102,7 +102,7 @@ def test_classes_lists_and_parts_choose_what_a_loop_would(tmp_path, parent):
     assert rest == [n for n in range(25) if n not in (0, 3, 15)]
     assert chosen(parent, tmp_path / "d", part=":20%") == [0, 1, 2, 3, 4]
     assert chosen(parent, tmp_path / "e", part="-3:") == [22, 23, 24]
-    # One after the other: of the ants and bees, all but one, the first four.
+    # Rules apply in order: ants and bees, without one sample, the first four.
     (tmp_path / "one.txt").write_text("s02\n")
     both = chosen(parent, tmp_path / "f", keep=(0, 1), but=str(tmp_path / "one.txt"), part=":4")
     assert both == [n for n, own in enumerate(LABELS) if own in (0, 1) and n != 2][:4]
@@ -118,7 +118,7 @@ def test_two_parts_share_no_sample_and_are_together_the_whole(tmp_path, parent, 
 
 
 def test_a_seed_s_part_has_its_share_of_every_class_and_smaller_parts_lie_in_larger_ones(tmp_path, parent):
-    """LABELS holds 7, 8, 3 and 7 of the classes; a generator's permutation would leave classes out now and then."""
+    """LABELS has 7, 8, 3 and 7 samples per class; a plain random permutation would sometimes omit a class."""
     drawn = set()
     for seed in range(1, 13):
         half = chosen(parent, tmp_path / f"half{seed}", part=":52%", seed=seed)
@@ -128,14 +128,14 @@ def test_a_seed_s_part_has_its_share_of_every_class_and_smaller_parts_lie_in_lar
         for label in range(4):
             assert abs(sum(LABELS[n] == label for n in half) - 0.52 * LABELS.count(label)) < 2
         drawn.add(tuple(half))
-        # One after the other: the seed's part of two classes has its share of both.
+        # Rules apply in order: the seed's part of two classes has its share of both.
         two = chosen(parent, tmp_path / f"two{seed}", keep=(0, 3), part="-6:", seed=seed)
         assert Counter(LABELS[n] for n in two) == {0: 3, 3: 3}
     assert len(drawn) == 12
 
 
 def test_a_stratified_order_is_fair_to_every_row_and_every_class():
-    """Simulated: 37 classes as those of Pets, sixty of a single row among forty larger ones, and fifty rows alone."""
+    """Simulates 37 classes as in Pets, sixty single-row classes among forty larger ones, and fifty single rows."""
     rng = np.random.default_rng(11)
     of_pets = rng.integers(93, 101, 37)
     unequal = np.concatenate([np.ones(60, int), rng.integers(2, 500, 40)])
@@ -184,7 +184,7 @@ def test_the_rows_of_an_origin_are_where_tarfile_finds_the_samples(tmp_path, par
 
 
 def test_a_kill_while_tables_are_replaced_leaves_no_subset(tmp_path, parent, monkeypatch):
-    """Its JSON goes first: half of the tables would be those of another rule."""
+    """Its JSON is deleted first, because otherwise some tables would belong to another rule."""
     make_subset(parent, tmp_path / "s", Rule(part=":50%", seed=3))
 
     def killed(*arguments):
@@ -209,7 +209,7 @@ def test_parts_are_rounded_as_in_tensorflow_datasets():
 
 
 def test_samples_of_several_labels_and_of_none(tmp_path):
-    """Shots go by the first label, classes by any; a sample without a label is no shot, and stays in a part."""
+    """Shots use the first label, classes any label; an unlabelled sample is never a shot, but stays in a part."""
     labels = {"a": b"1 2", "b": b"", "c": b"2", "d": b"0 0", "e": b"9"}
     files = [
         (f"{key}.{kind}", picture(10, 16) if kind == "jpg" else raw)
@@ -232,7 +232,7 @@ def test_samples_of_several_labels_and_of_none(tmp_path):
 
 
 def test_classes_are_counted_in_few_bytes_a_sample():
-    """At 300 million samples, numbered pairs of all samples and labels would not fit beside the labels."""
+    """With 300 million samples, an array of numbered labels would not fit in memory next to the labels."""
     rng = np.random.default_rng(0)
     counts = rng.choice([0, 1, 3], 50_000, p=[0.01, 0.98, 0.01])
     labels = Labels(rng.integers(0, 5, counts.sum(), dtype=np.int32), counts.cumsum())
@@ -252,12 +252,12 @@ def test_classes_are_counted_in_few_bytes_a_sample():
 
 # ------------------------------------------------------------------------------------------- in one pass
 
-OPENED: list[str] = []  # every file that this process opens, as the interpreter itself tells
+OPENED: list[str] = []  # every file that this process opens, by the interpreter's audit hook
 sys.addaudithook(lambda event, arguments: OPENED.append(str(arguments[0])) if event == "open" else None)
 
 
 def hollow(index: Index, keep_labels: bool = False) -> None:
-    """Make the tars of a set zeros of the same length; their labels may stay."""
+    """Overwrite the tars of a set with zeros, optionally except their labels."""
     for number in range(len(index.shards)):
         tar = Path(index.location(number))
         content = np.frombuffer(tar.read_bytes(), np.uint8)
@@ -301,20 +301,20 @@ def test_parts_of_a_set_are_made_in_one_pass_over_its_tables_and_no_tar_is_opene
     # As many readings of each table as for the largest of them alone; those of the others are in these.
     assert opened == opened_by(*words("b")) | opened_by(*words("c"))
     assert not [name for name in opened if name.endswith(".tar")]
-    # Rules that go by labels know them from the tables.
+    # Rules about labels read them from the tables.
     assert not [name for name in opened_by(*words("abc", "--seed=4")) if name.endswith(".tar")]
     for name in parts:
         assert files_of(tmp_path / "together" / name) == files_of(tmp_path / "drawn" / name)
         assert len(drawn[name]) == load_index(tmp_path / "together" / name).samples
     make_subset(parent, tmp_path / "hollow" / "kept", Rule(keep=(0, "cat"), shots=3, seed=1))
     assert load_index(tmp_path / "hollow" / "kept").class_counts == (3, 0, 3, 0, 0)
-    # An --output for each part.
+    # Write an --output for each part.
     assert main(["subset", *words("ab"), "--part=:4"]) == 64
     assert main(["subset", *words("a"), *words("a")[1:]]) == 65
 
 
 def test_of_labels_that_the_tables_do_not_tell_only_these_bytes_are_read(tmp_path):
-    """Several labels a sample, as in JFT: a part reads those of its own tars, and nothing of the images."""
+    """With several labels per sample, as in JFT, a part reads only the labels in its own tars, and no images."""
     rng = np.random.default_rng(3)
     labels_of = [sorted(rng.choice(30, rng.integers(1, 4), replace=False).tolist()) for _ in range(40)]
     samples = [Sample(f"s{n:02d}", picture(n, 16), tuple(own)) for n, own in enumerate(labels_of)]
@@ -351,7 +351,7 @@ def test_the_subsets_of_a_stage_are_made_in_one_pass(tmp_path, parent, monkeypat
 
 
 def test_the_digest_stands_for_the_samples_and_not_for_the_way_they_were_chosen(tmp_path, parent):
-    """Two seeds may choose equally many of each shard: without its rows a digest would take them for one set."""
+    """Two seeds may choose equally many samples of each shard: without the rows their digests would be equal."""
     digests = Counter()
     for seed in range(4):
         digests[make_subset(parent, tmp_path / f"s{seed}", Rule(shots=1, seed=seed)).digest] += 1
@@ -361,7 +361,7 @@ def test_the_digest_stands_for_the_samples_and_not_for_the_way_they_were_chosen(
     (tmp_path / "list.txt").write_text("".join(f"s{n:02d}\n" for n, own in enumerate(LABELS) if own == 0))
     by_list = make_subset(parent, tmp_path / "list", Rule(only=str(tmp_path / "list.txt")))
     assert by_rule.digest == by_list.digest
-    # A subset of a subset lies in the same tars; what it was made of is said, and types back.
+    # A subset of a subset uses the same tars; its recorded rules can be typed again.
     twice = make_subset(by_rule, tmp_path / "twice", Rule(shots=2, seed=0))
     assert held(twice) == held(make_subset(parent, tmp_path / "once", Rule(keep=(0,), shots=2, seed=0)))
     assert twice.origin.digest == by_rule.digest
@@ -398,7 +398,7 @@ def test_training_evaluation_and_the_doctor_take_a_subset_as_any_set(tmp_path, p
     dropped = exclude([index], [index.shards[0].name])[0]
     assert dropped.digest != index.digest
     assert dropped.samples < index.samples
-    # A sample that rots is bad, and named.
+    # A corrupt sample is bad, and named.
     tar = Path(index.location(0))
     row = index.table(0)[0]
     raw = bytearray(tar.read_bytes())
@@ -409,7 +409,7 @@ def test_training_evaluation_and_the_doctor_take_a_subset_as_any_set(tmp_path, p
 
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_of_a_subset_without_a_table_no_sample_is_good_and_none_is_packed(tmp_path, parent, is_lost):
-    """The table alone keeps the held-out samples of its tar out: the doctor may not take the whole tar instead."""
+    """Only the table excludes the held-out samples of its tar: the doctor must not use the whole tar instead."""
     index = make_subset(parent, tmp_path / "s", Rule(shots=2, seed=0))
     table = tmp_path / "s" / "train-000001.npy"
     intact = index.samples - next(shard.samples for shard in index.shards if shard.name == "train-000001.tar")
@@ -420,17 +420,17 @@ def test_of_a_subset_without_a_table_no_sample_is_good_and_none_is_packed(tmp_pa
     report = check(index)
     assert report.good == intact
     assert not report.ok
-    assert f"type: {index.command}" in "\n".join(report.lines(1))
+    assert f"run {index.command}" in "\n".join(report.lines(1))
     with pytest.raises(DataError, match=r"train-000001\.npy(?s:.*)jobs subset .*--shots=2 --seed=0"):
         repair(index, tmp_path / "repaired", name="s")
     assert not (tmp_path / "repaired").exists()
-    # Made again as it says, it is repaired to its own samples.
+    # The command in the error restores the subset with the same samples.
     assert main(shlex.split(index.command)[3:]) == 0
     assert repair(load_index(tmp_path / "s"), tmp_path / "repaired", name="s").samples == index.samples
 
 
 def test_a_shard_that_two_subsets_have_is_dropped_from_both_as_the_error_says(tmp_path, parent):
-    """Both lie in the same tars: a name can tell neither apart, and a shard that is lost is lost to both."""
+    """Both subsets use the same tars: a tar's name cannot distinguish them, and both lose a lost shard."""
     sets = [make_subset(parent, tmp_path / name, Rule(part=part)) for name, part in (("a", ":60%"), ("b", "40%:"))]
     lost = Path(parent.location(1))
     lost.unlink()
@@ -450,7 +450,7 @@ def torch_labels(batches) -> list[int]:
     return labels
 
 
-# ------------------------------------------------------------------------------------------------ where it is
+# ------------------------------------------------------------------------------------------------ location
 
 
 def test_both_folders_may_move_together_and_what_is_missing_is_named(tmp_path, parent):
@@ -467,7 +467,7 @@ def test_both_folders_may_move_together_and_what_is_missing_is_named(tmp_path, p
         make_subset(load_index(tmp_path / "elsewhere" / "train"), tmp_path / "new", Rule(shots=1, seed=0))
 
 
-def test_a_subset_of_tars_behind_a_url_names_the_url(tmp_path, parent, monkeypatch):
+def test_subset_of_remote_tars_names_their_url(tmp_path, parent, monkeypatch):
     at = "https://host.example/train"
     remote = build_index(parent.directory, output=tmp_path / "remote", name="train", at=at, names=NAMES, classes=5)
 
@@ -519,7 +519,7 @@ def test_a_list_of_what_is_not_there_is_refused(tmp_path, parent, lines, reason)
         make_subset(parent, tmp_path / "s", Rule(keep=("eel",)))
 
 
-def test_a_leaks_document_names_the_samples_of_this_set_alone(tmp_path, parent):
+def test_leaks_document_names_only_the_samples_of_this_set(tmp_path, parent):
     other = pack([Sample("s04", picture(40, 16), (0,))], tmp_path / "other", classes=5)
     document = {
         "schema": SCHEMA,
@@ -534,13 +534,13 @@ def test_a_leaks_document_names_the_samples_of_this_set_alone(tmp_path, parent):
     path = tmp_path / "leaks.json"
     path.write_text(seal(document))
     assert chosen(parent, tmp_path / "s", but=str(path)) == [n for n in range(25) if n not in (1, 7)]
-    # Of a subset, pairs that are not in it are left out; of a subset of it nobody knows that it is of the same set.
+    # A subset ignores pairs outside it. A subset of a subset cannot be recognized as one of the same data set.
     few = make_subset(parent, tmp_path / "few", Rule(part=":7"))
     assert chosen(few, tmp_path / "t", but=str(path)) == [0, 2, 3, 4, 5, 6]
     fewer = make_subset(few, tmp_path / "fewer", Rule(part=":3"))
     with pytest.raises(DataError, match=f"this set has {fewer.digest[:12]}"):
         make_subset(fewer, tmp_path / "u", Rule(but=str(path)))
-    # A pair that the very set lacks is refused, and so is a document that was altered after it was sealed.
+    # Pairs with samples unknown to the set are rejected, and so are documents altered after sealing.
     path.write_text(seal(document | {"pairs": [pair("train-000000.tar", "s24", 1)]}))
     with pytest.raises(DataError, match=r"1 of its 1 samples are not in .*s24"):
         make_subset(parent, tmp_path / "v", Rule(but=str(path)))
@@ -561,7 +561,7 @@ def test_no_set_loses_its_tables_to_a_subset(tmp_path, parent):
     for folder in (parent.tables, tmp_path / "shards" / "train"):
         with pytest.raises(DataError, match="the subset would overwrite the tables"):
             make_subset(parent, folder, Rule(shots=1, seed=0), name="few")
-    # Its own place is taken again, and the tables that only the old one had go.
+    # The same folder is reused, and tables that only the old subset had are deleted.
     make_subset(parent, tmp_path / "s", Rule(part=":"))
     make_subset(parent, tmp_path / "s", Rule(part=":1"))
     assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["s.index.json", "train-000000.npy"]
@@ -575,7 +575,7 @@ def test_a_torn_subset_is_made_again_by_the_command_that_its_error_names(tmp_pat
     path.write_text(text[:200] if torn == "cut" else text.replace('"samples": 25', '"samples": 24'))
     with pytest.raises(DataError, match=r"`python -m jobs subset`"):
         load_index(path)
-    # Another subset in the folder the subset would overwrite the tables to this one, and cannot be read: it stays.
+    # A subset with another name would overwrite the tables here. It is refused while the index is unreadable.
     with pytest.raises(DataError, match=r"s\.index\.json"):
         make_subset(parent, path.parent, Rule(part=":1"), name="t")
     assert held(make_subset(parent, path.parent, Rule(part=":1"))) == [0]
@@ -616,11 +616,11 @@ few:
     assert load_index(campaign.path_of("@few/rest")).samples == 24
     assert main(["run", str(recipe(0))]) == 0
     assert "few: skipped" in (said := capsys.readouterr().out) or "finished" in said
-    # The key is of the seed, and of what the list holds.
+    # The key depends on the seed and on the content of the list.
     assert load(recipe(1), []).stage("few").key != few.key
     but.write_text("ant/s05\n")
     assert load(recipe(0), []).stage("few").key not in (few.key, load(recipe(1), []).stage("few").key)
-    # A tar of the set that is gone is missed before anything reads the subset.
+    # A missing tar of the set is reported before the subset is read.
     but.write_text("ant/s01\n")
     Path(index.location(0)).unlink()
     assert main(["run", str(recipe(0))]) == 65
@@ -638,7 +638,7 @@ few:
         ),
     ],
 )
-def test_a_recipe_is_refused_where_a_subset_could_not_be_made(tmp_path, section, reason):
+def test_recipe_with_an_impossible_subset_is_refused(tmp_path, section, reason):
     path = tmp_path / "recipe.yaml"
     path.write_text(f"run: {tmp_path}/run\nshards: {{kind: pack, sets: {{train: {section}}}}}\n")
     with pytest.raises(ConfigError, match=reason):

@@ -1,4 +1,4 @@
-"""Class lists, and what a source's numbering becomes."""
+"""Class lists, and the mapping of a source's class numbers."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from data.sources.numbering import Numbering, kept_ids, read_class_list
 
 pytestmark = pytest.mark.quick
 
-CRANES = ("crane", "gull", "crane", "owl")  # two classes of one name, as in ImageNet
+CRANES = ("crane", "gull", "crane", "owl")  # two classes with the same name, as in ImageNet
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ CRANES = ("crane", "gull", "crane", "owl")  # two classes of one name, as in Ima
         (CRANES, [3, "gull"], None, [1, 3]),
         (CRANES, [0], None, [0]),
         ((), [6, 0], 7, [0, 6]),
-        ((), [6], None, [6]),  # nobody knows how many classes there are
+        ((), [6], None, [6]),  # the number of classes is unknown
         ((), [7], 7, r"^s: keep has class 7, but there are 7 classes \(0 … 6\)$"),
         ((), [-1], 7, r"^s: keep has class -1, but there are 7 classes \(0 … 6\)$"),
         (CRANES, [4], None, r"^s: keep has class 4, but there are 4 classes \(0 … 3\)$"),
@@ -47,11 +47,11 @@ def test_classes_are_kept_by_id_or_name(names, keep, classes, expected) -> None:
         (Numbering(known=5), [], ()),
         (Numbering(known=5), [5], "label 5, but there are 5 class names\n  expected labels from 0 to 4"),
         (Numbering(known=8), [2, 9, 3], "label 9, but there are 8 class names\n  expected labels from 0 to 7"),
-        (Numbering(ids={1: 0, 2: 0, 4: 3}), [1, 2, 3, 4], (0, 3)),  # two classes become one, one is left out
+        (Numbering(ids={1: 0, 2: 0, 4: 3}), [1, 2, 3, 4], (0, 3)),  # two classes are merged, one is excluded
         (Numbering(ids={1: 0}), [2], ()),
     ],
 )
-def test_labels_are_numbered_anew_and_refused_beyond_the_names(numbering, labels, expected) -> None:
+def test_labels_are_renumbered_and_refused_beyond_the_names(numbering, labels, expected) -> None:
     if isinstance(expected, str):
         with pytest.raises(DataError, match=expected):
             numbering.labels(labels, "key")

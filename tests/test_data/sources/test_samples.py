@@ -1,4 +1,4 @@
-"""The digits that Patchline brings along are scikit-learn's copy of UCI's, with their licence."""
+"""The digits included in Patchline are scikit-learn's copy of the UCI data set, with its licence."""
 
 import ast
 import tomllib
@@ -15,8 +15,8 @@ from data.shards.packing import pack
 from data.sources.samples import DIGITS, DIGITS_FILE, digits
 
 ROOT = Path(__file__).parents[3]
-# Of the sets of the recipe digits. Without IPP they are the same on every processor; the test set's was recorded at
-# 34ca97e with IPP on an Intel Xeon, the training set's on an AMD EPYC.
+# Digests of the data sets of the recipe digits. Without IPP they are the same on every processor. That of the test set
+# was recorded at 34ca97e with IPP on an Intel Xeon, that of the training set on an AMD EPYC.
 DIGESTS = {
     "train": "3f65419115c2ab86bfed1818719010cc9b5472efb34bc49db9a24df1fb280622",
     "test": "29b1eb5d92f4944322911474049176c8e26b5a2cd6e54647e0c1873b9c3faea8",
@@ -51,7 +51,7 @@ def test_the_sets_of_the_recipe_keep_their_digests(tmp_path):
         assert index.digest == digest
 
 
-def test_the_file_has_its_licence_beside_it_and_both_are_packaged():
+def test_the_file_and_its_licence_are_packaged_together():
     licence = DIGITS_FILE.with_name("digits.LICENSE").read_text()
     assert sha256(DIGITS_FILE.read_bytes()).hexdigest() in licence
     assert "CC BY 4.0" in licence

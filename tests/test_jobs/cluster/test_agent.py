@@ -182,6 +182,25 @@ def test_ending_an_attempt_kills_living_workers_and_waits_for_the_fork_server(se
     assert sleeper.wait(10) == -9
 
 
+def test_another_process_with_the_pid_of_an_ended_worker_survives(served, tmp_path) -> None:
+    """The kernel reuses pids: after a worker has ended, its pid can belong to a process of somebody else."""
+    under_test, server = served
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        for way in (b"end of an attempt\n", b"death of the fork server\n"):
+            under_test.start(order_of(tmp_path, 0))
+            hear(under_test, server, Forked(0, other.pid))
+            hear(under_test, server, WorkerEnded(other.pid, 0))
+            if way == b"end of an attempt\n":
+                under_test.end()
+            else:
+                server.close()
+                wait_until(lambda: under_test.server is None, 10)
+            other.stdin.write(way)
+            other.stdin.flush()
+            assert other.stdout.readline() == way
+
+
 def test_stop_returns_whether_any_worker_has_started(served, tmp_path) -> None:
     under_test, server = served
     assert under_test.stop() is False

@@ -123,7 +123,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def unplaced(monkeypatch) -> ray_nodes.RayNodes:
-    """Nodes of a driver that has not joined a cluster."""
+    """Return the nodes of a driver outside any cluster."""
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "own"))
     return ray_nodes.RayNodes(ClusterConfig(), is_embedded=False)
 

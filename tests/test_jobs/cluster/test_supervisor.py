@@ -50,7 +50,7 @@ class Ends:
     commits: int | None = None  # a step
     grows: int | None = None  # number of workers to grow to
     drained: tuple[int | None, ...] = ()  # ranks on draining nodes; None: the driver's own node
-    stops: bool = False  # the driver is asked to end
+    stops: bool = False  # the driver has received a stop request
     world: int = 2  # number of workers with room
 
 

@@ -52,7 +52,7 @@ ROOT = Path(__file__).parents[3]
 BACKENDS = ["processes", "ray"]
 # Ray's own processes on every node: two agents, and idle workers.
 OF_EVERY_NODE = {"DashboardAgent", "RuntimeEnvAgent", "IDLE"}
-# Processes of Ray's head that are not needed.
+# Dispensable processes of Ray's head.
 NOT_NEEDED_OF_HEAD = {"monitor.py", "log_monitor.py"}
 FAILURES = [
     # backend, act, cause, exit code
@@ -346,12 +346,12 @@ def test_frozen_fork_server_is_named_and_replaced(backend, phase, two, tmp_path,
     assert run(sleep, task, two[backend], tmp_path, name="next") == "stopped"
 
 
-# ------------------------------------------------------------------------ a cluster that is too small or absent
+# ------------------------------------------------------------------------ a cluster too small or absent
 
 
 @dataclasses.dataclass
 class Restart:
-    """Observations while an embedded cluster that was too small is replaced by a larger one."""
+    """Observations while a larger embedded cluster replaces one that is too small."""
 
     cpus_before: float
     cpus: float
@@ -406,7 +406,7 @@ def test_places_of_an_ended_embedded_cluster_are_not_used_in_the_next(restart) -
     assert restart.after.reserve("test", [2], print, do_nothing) == 2
 
 
-def test_sigterm_during_and_after_the_start_of_a_cluster_is_heard_by_our_handler(restart) -> None:
+def test_sigterm_during_and_after_the_start_of_a_cluster_reaches_our_handler(restart) -> None:
     assert restart.sigterms == [signal.SIGTERM, 0, signal.SIGTERM]
 
 
@@ -426,7 +426,7 @@ def test_missing_gpu_is_reported_with_advice(backend, restart, tmp_path) -> None
     cluster = ClusterConfig(workers=2, gpus_per_worker=32, backend=backend)
     with pytest.raises(
         ClusterError,
-        match=r"(room for 0 of 2 workers of 1 CPUs and 32 GPUs|need 64 GPUs)[\s\S]*\n  (set|use) .*cluster.workers",
+        match=r"(of 2 workers of 1 CPUs and 32 GPUs|need 64 GPUs)[\s\S]*\n  .*(set|use a smaller) cluster.workers",
     ):
         run(worker_functions.add_ranks, {"x": 0}, cluster, tmp_path)
 
@@ -576,7 +576,7 @@ def test_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> N
             ["unused GPUs: 2 of 8 in this machine; set cluster.workers.most=4"],
         ),
         (8, {"gpus_per_worker": 3, "workers": 2}, ["unused GPUs: 2 of 8 in this machine; too few for one more worker"]),
-        (1, {"workers": 4}, ["unused GPUs: 1 of 1 in this machine: the workers use the CPU; type"]),
+        (1, {"workers": 4}, ["unused GPUs: 1 of 1 in this machine: the workers use the CPU; set"]),
     ],
 )
 def test_unused_gpus_are_counted_on_both_backends(gpus, cluster, said, two, restart, monkeypatch) -> None:

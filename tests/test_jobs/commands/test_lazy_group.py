@@ -37,6 +37,8 @@ def test_help_of_every_command_has_its_docstring_and_an_example(words: str, caps
     first_line = str(inspect.getdoc(COMMANDS.load(words))).splitlines()[0]
     assert " ".join(first_line.split()[:4]) in out
     assert f"\n  Example: python -m jobs {words}" in out
+    debug = " ".join(out.split()).partition("--debug ")[2]
+    assert debug.startswith("Print the traceback of an error. -"), "off by default"
 
 
 def test_help_lists_each_command_once_with_a_complete_summary_in_80_columns(

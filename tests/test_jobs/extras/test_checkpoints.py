@@ -42,7 +42,7 @@ def run(trained_run, tmp_path) -> Path:
         (["replay", "RUN", "step=3", "--to", "FILE"], 64, "--to FILE does not end in .npz"),
         (["replay", "RUN", "step=3", "--to", "RUN/nowhere/x.npz"], 64, "the folder RUN/nowhere does not exist"),
         (["export", "STAGE", "OUT", "--format", "hf"], 65, "jobs checkpoints export STAGE --to FOLDER"),
-        (["replay", "TASKLESS", "step=3"], 74, "Is a directory: TASKLESS/task.json\n  expected a file of this name"),
+        (["replay", "TASKLESS", "step=3"], 74, "Is a directory: TASKLESS/task.json\n  expected a file with this name"),
     ],
 )
 def test_wrong_arguments_are_refused_with_the_correct_command(run, capsys, arguments, code, message) -> None:

@@ -169,7 +169,7 @@ def test_a_missing_tensor_is_named(ours, tmp_path, capsys):
 
 
 def test_weights_of_a_run_in_a_store_have_the_same_names_as_in_a_folder(ours, tmp_path, capsys, monkeypatch):
-    """A stage in a store is exported by name, key or run, with the bytes that were uploaded."""
+    """A stage in a store is exported by name, key or run, with exactly the uploaded bytes."""
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
     for number, key in enumerate(("00000001", "00000002", "00000003")):
         stage = tmp_path / "x" / f"finetune-{key}"

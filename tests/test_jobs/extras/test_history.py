@@ -1,4 +1,4 @@
-"""The history of a run, read from records that are written by hand."""
+"""The history of a run, read from handwritten records."""
 
 import json
 from pathlib import Path

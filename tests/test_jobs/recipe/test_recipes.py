@@ -56,7 +56,7 @@ TABLE_3 = {
     "vit_i1k": [(name, 300, 3e-3, "cosine", 0.3, 0.1) for name in ("B/32", "B/16", "L/32", "L/16")],
 }
 LINE = re.compile(r"# (\S+) +(\d+) +((?:[\d.]+ +|- +){6})([\d.]+)(.*)")  # model, passes, top-1, exaFLOPs, overrides
-# Table 4: steps, learning rates, and the share of train that is held out.
+# Table 4: steps, learning rates, and the held-out share of the training set.
 TABLE_4 = {
     "imagenet": (20_000, [0.003, 0.01, 0.03, 0.06], "99%", 1000),
     "cifar10": (10_000, [0.001, 0.003, 0.01, 0.03], "98%", 10),

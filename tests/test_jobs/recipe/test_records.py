@@ -1,4 +1,4 @@
-"""The content of stage.json, and the changes that are detected with it."""
+"""The content of stage.json, and the changes that it reveals."""
 
 import json
 import re

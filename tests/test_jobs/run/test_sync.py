@@ -1,7 +1,7 @@
 """Complete runs in an object store, with an empty disk on every machine: the result equals that of a run in a folder.
 
-Drivers are real processes with separate local folders, as if on different machines; the store is moto on
-loopback, behind a proxy that can fail.
+Drivers are real processes with separate local folders, as if on different machines. The store is moto on loopback;
+a proxy in front of it injects faults.
 """
 
 import json
@@ -333,7 +333,7 @@ def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_7
 
 
 def worker_host(cluster: RayHosts) -> str:
-    """Return a host with a worker of the running attempt that is not the head."""
+    """Return a host, other than the head, on which a worker of the current attempt runs."""
     said = cluster.head.run("cat /tmp/scratch/*/pretrain-*/attempts/attempt-*/rank-*.json")
     for name in cluster.names[1:]:
         if f'"node": "{name}"' in said:

@@ -341,7 +341,7 @@ def test_leaks_list_which_training_sets_were_compared(
     for name in compared:
         assert digest[name][:8] in said
     # If none of the training sets was compared, there is no value without leaks.
-    assert ("50.00% without 3 shared with" in said) == (compared != ["other"])
+    assert ("50.00% without 3 samples shared with" in said) == (compared != ["other"])
 
 
 def test_training_sets_are_identified_by_digest_not_path(
@@ -365,7 +365,7 @@ def test_training_sets_are_identified_by_digest_not_path(
         "pairs": [],
     }
     (tmp_path / "leaks.json").write_text(seal(leaks))
-    # Another data set at the same path: the one that was compared.
+    # Replace the data set at this path by the one of the comparison.
     shutil.rmtree(tmp_path / "set")
     shutil.copytree(tmp_path / "new", tmp_path / "set")
     shutil.rmtree(tmp_path / "part")

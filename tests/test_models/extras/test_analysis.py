@@ -1,4 +1,4 @@
-"""Attention and positions of the paper's figures 6, 7 and 11, held to arrays made from the original's weights."""
+"""Attention and positions of the paper's figures 6, 7 and 11, compared with arrays from the original's weights."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ IMAGES = torch.linspace(-1, 1, 2 * 3 * 16 * 24).view(2, 3, 16, 24)
 
 @pytest.fixture(scope="module")
 def case():
-    """The model, its attention weights, the original's stations and the derived arrays."""
+    """Return the model, its attention weights, the original's intermediate arrays and the derived arrays."""
     if not GOLDEN.is_dir():
         pytest.skip("the golden data is not beside this checkout")
     expected = np.load(GOLDEN / "attention_analysis.npz")
@@ -103,7 +103,7 @@ def test_components_rebuild_the_filters_they_come_from():
     torch.testing.assert_close(centred @ basis.T @ basis, centred)
     assert explained.sum().item() == pytest.approx(1)
     assert (explained.diff() <= 0).all()
-    assert components.shape == (32, 3, 4, 4)  # no more than there are filters
+    assert components.shape == (32, 3, 4, 4)  # at most the number of filters
     # Figure 7 of the paper shows 28.
     first, explained_by_first = analysis.embedding_components(model)
     assert torch.equal(first, components[:28])

@@ -1,4 +1,4 @@
-"""Weights of any format by one call: our own folder, what a format cannot hold, and all formats in turn."""
+"""Read and write weights of any format with one call: our folder, the formats' limits, and chains of conversions."""
 
 import sys
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_what_a_format_cannot_hold_is_refused(options, format, message, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_an_approximation_is_said(tmp_path):
+def test_approximation_is_reported(tmp_path):
     with pytest.warns(UserWarning, match="gelu_tanh"):
         models.save(random_model(activation="gelu"), tmp_path / "out.npz", format="npz")
 

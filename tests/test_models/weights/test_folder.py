@@ -1,4 +1,4 @@
-"""Class names and preprocessing of a folder of weights, from files that are written by hand."""
+"""Class names and preprocessing of a folder of weights, read from handwritten files."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_class_names_are_read_from_the_files_of_each_library(files, names, tmp_p
     assert load_class_names(tmp_path / "weights.safetensors") == names
 
 
-def test_names_that_are_no_texts_are_refused(tmp_path):
+def test_non_text_names_are_refused(tmp_path):
     (tmp_path / "model.json").write_text("{}")
     (tmp_path / "classes.json").write_text("[1, 2]")
     with pytest.raises(ValueError, match=r"the class names of .* are not a list of strings"):

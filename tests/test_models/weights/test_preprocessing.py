@@ -1,4 +1,4 @@
-"""From an image file to logits: timm and transformers make of an export what our evaluation makes of the weights."""
+"""From image file to logits: timm and transformers compute with an export what our evaluation computes."""
 
 import json
 import math
@@ -30,14 +30,14 @@ LEVEL = 2 / 255  # of pixels from −1 to 1: one number of 0 … 255. Pillow rou
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, Path]:
-    """Photographs that evaluation shrinks, and one that it enlarges."""
+    """Write photographs that evaluation shrinks, and one that it enlarges."""
     small = tmp_path_factory.mktemp("files") / "small.png"
     cv2.imwrite(str(small), cv2.resize(cv2.imread(str(PHOTOS / "china.jpg")), (200, 150), interpolation=cv2.INTER_AREA))
     return {"china": PHOTOS / "china.jpg", "flower": PHOTOS / "flower.jpg", "small": small}
 
 
 def exported(ops: str | None, format: str, tmp_path: Path, **config) -> tuple[torch.nn.Module, Path]:
-    """Weights with the preprocessing of these ops, sealed, and what the command makes of their folder."""
+    """Export sealed weights with the preprocessing of these ops; return their folder and the command's output."""
     # With its first values a model answers smoothly to its pixels; the head alone is zero.
     torch.manual_seed(3)
     model = models.build("mu/16", **{"image_size": 224, "classes": 5, **config}).eval()
@@ -61,7 +61,7 @@ def logits_of(model: torch.nn.Module, pixels: np.ndarray) -> np.ndarray:
 
 
 def opened(library, format: str, folder: Path):
-    """The library's own model, and its own way from an image to pixels, of an exported folder."""
+    """Load a library's model and image preprocessing from an exported folder."""
     if format == "hf":
         processor = library.AutoImageProcessor.from_pretrained(folder)
         theirs = library.ViTForImageClassification.from_pretrained(folder).eval()
@@ -99,12 +99,12 @@ def test_an_image_file_becomes_the_same_pixels_and_logits(ops, format, files, tm
         # What the same weights were taken to mean before: a crop by timm, and a squash by transformers.
         mistaken = ours(file, SQUASHED) if "crop" in ops else cropped(file)
         wrong = abs(logits_of(model, mistaken) - right).max()
-        # Untrained weights answer to every edge, as trained ones do not, and edges are where the filters differ.
+        # Unlike trained weights, untrained ones react to every edge, and the filters differ mainly at edges.
         assert apart < (0.65 if remaining else 0.1) * wrong, (name, apart, wrong)
 
 
 def test_every_preprocessing_of_timm_makes_its_own_pixels(timm, files):
-    """All distinct settings of timm's pretrained ViTs, on a photograph."""
+    """Tests all distinct settings of timm's pretrained ViTs on a photograph."""
     from timm.data import create_transform
 
     settings = {}
@@ -214,7 +214,7 @@ def test_an_imported_folder_seals_its_preprocessing_and_is_exported_with_it(libr
 
 
 def cropped(file: Path) -> np.ndarray:
-    """What timm makes of an image unless told otherwise: bicubic, crop_pct 0.875, the middle cut out."""
+    """Preprocess an image with timm's defaults: bicubic, crop_pct 0.875, centre crop."""
     image = Image.open(file).convert("RGB")
     scale = 256 / min(image.size)
     image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
@@ -231,7 +231,7 @@ def test_timm_resizes_to_the_side_that_the_ops_name_whatever_the_rounding(size):
         assert told["crop_mode"] == "center"
 
 
-def test_sides_that_are_not_equal_stay_so(timm, transformers, files, tmp_path):
+def test_unequal_sides_stay_unequal(timm, transformers, files, tmp_path):
     _, folder = exported("resize((32, 48), antialias=True)", "hf", tmp_path, image_size=(32, 48))
     expected = ours(files["china"], "resize((32, 48), antialias=True)")
     _, pixels_of = opened(transformers, "hf", folder)
@@ -263,7 +263,7 @@ def test_ops_that_a_library_has_not_are_refused_and_nothing_is_written(
     assert message in said
     assert "--preprocess" in said
     assert not (tmp_path / "out").exists()
-    # The way out that is named.
+    # The workaround that the error names.
     height, width = model.config.image_size
     assert main([*arguments, "--preprocess", f"resize(({height}, {width}))"]) == 0
     assert main([*arguments[:2], str(tmp_path / "x"), "--format", format, "--preprocess", "resize(8)"]) == 64
@@ -287,6 +287,6 @@ def test_an_npz_has_no_place_for_it_and_a_folder_of_ours_keeps_it(tmp_path, caps
     file.write_text(file.read_text().replace("256", "248"))
     assert main(["export", str(tmp_path / "again"), str(tmp_path / "out"), "--format", "timm"]) == 65
     assert "preprocessing.json has changed: its sha256 is" in capsys.readouterr().err
-    # What an earlier owner left is not taken for these weights'.
+    # Files of earlier weights in the folder are not used for these weights.
     models.save(random_model(), tmp_path / "ours")
     assert models.load_preprocessing(tmp_path / "ours") is None

@@ -1,4 +1,4 @@
-"""A disk that is too small, fills up or is read-only: the error names the path, the space needed and the free space.
+"""Errors of a small, full or read-only disk name the path, the required space and the free space.
 
 The disk is a real tmpfs, mounted in a separate namespace if the user is allowed to mount.
 """

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[WorkerGroup]:
-    """Return a group of one worker that has committed step 10."""
+    """Yield a group of one worker after its commit of step 10."""
     made = WorkerGroup(tmp_path / "run", world=1)
     made.save(10)
     with made.collectives():

@@ -301,7 +301,7 @@ OLD = ".tmp-old-step-0000000010"
 
 @pytest.fixture
 def deleting(slow_disk, tmp_path) -> Iterator[savers.WorkerGroup]:
-    """Return a run with keep=2 that has committed step 30 and whose rank 0 is still deleting step 10."""
+    """Yield a run with keep=2 after its commit of step 30, while rank 0 is still deleting step 10."""
     group = savers.WorkerGroup(tmp_path / "run", keep=2)
     for step in (10, 20):
         group.save(step)

@@ -66,7 +66,7 @@ def test_missing_name_in_a_module_ends_the_start_with_versions_and_a_remedy(monk
     assert str(raised.value).splitlines() == [
         "DeepSpeed 0.20.1: deepspeed.runtime.engine.DeepSpeedEngine has no _do_optimizer_sanity_check",
         "  expected DeepSpeed 0.19.8, whose private names Patchline uses (pipeline/engine/deepspeed.py)",
-        "  type: pip install deepspeed==0.19.8",
+        "  run: pip install deepspeed==0.19.8",
     ]
 
 

@@ -53,7 +53,7 @@ def test_few_shot_intervals_match_two_crossed_factors(seed: int, draws: int, spr
     assert over_draws(right[None]) == over_draws(right), "an axis of one tells nothing"
 
 
-def test_identical_draws_give_the_interval_of_the_samples_alone() -> None:
+def test_identical_draws_give_the_interval_of_the_samples_only() -> None:
     right = np.random.default_rng(5).random(2000) < 0.8
     low, high = over_draws(np.stack([right] * 3))
     assert (low, high) == pytest.approx(wilson(right.mean(), 2000), abs=2e-4)
@@ -83,7 +83,7 @@ def test_mean_over_no_classes_has_the_interval_0_to_1(samples: int) -> None:
     assert mean_over_classes(np.ones(samples, bool), np.full((samples, 2), -1)) == (0.0, 1.0)
 
 
-def test_classes_that_are_all_right_or_all_wrong_still_have_an_interval() -> None:
+def test_completely_right_or_wrong_classes_still_have_an_interval() -> None:
     labels = np.repeat(np.arange(20), 10)
     low, high = mean_over_classes(labels % 2 == 0, labels[:, None])
     assert 0.01 < high - low < 0.1

@@ -21,14 +21,14 @@ def test_step_counts_as_recorded_until_an_attempt_repeats_it(tmp_path: Path) -> 
         ("evaluate_skipped", 12),
         ("evaluate_failed", 16),
         ("evaluate", 20),
-        ("start", 12),  # 16 and 20 are trained once more
+        ("start", 12),  # 16 and 20 are repeated
         ("evaluate", 24),
         ("fewshot", 28),
     ]
     text = "".join(json.dumps({"kind": kind, "step": step}) + "\n" for kind, step in lines)
     (tmp_path / "metrics.jsonl").write_text(text)
     assert recorded(tmp_path) == {8, 12, 24}
-    # An outcome that rank 0 has not taken yet counts too.
+    # An outcome that rank 0 has not read yet counts too.
     async_evaluation.skip(tmp_path, 16, "no room")
     assert recorded(tmp_path) == {8, 12, 16, 24}
     assert recorded(tmp_path / "other") == set()

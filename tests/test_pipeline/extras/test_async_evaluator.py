@@ -1,4 +1,4 @@
-"""What the training worker does for asynchronous evaluation: repeat, skip and log evaluations of its commits."""
+"""The training worker repeats, skips and logs asynchronous evaluations of its commits."""
 
 import json
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from tests.support.configs import FullConfig
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch) -> Any:
-    """Rank 0 of a group of one, which has trained to step 10 of 100; its log and records are kept."""
+    """Return rank 0 of a single-worker group at step 10 of 100; its log and records are collected."""
     monkeypatch.setattr(dist, "broadcast_object_list", lambda values, src: None)
     said: list[str] = []
 
@@ -34,7 +34,7 @@ def alone(tmp_path, monkeypatch) -> Any:
 
 
 class Evaluating(AsyncEvaluator):
-    """Notes what it is to evaluate; with `is_stopped` it is stopped in that."""
+    """Records the requested evaluations; with `is_stopped` each is interrupted by a stop."""
 
     def __init__(self, job: Any, evaluate_on: str = "training", is_stopped: bool = False) -> None:
         super().__init__(FullConfig(steps=100, evaluate_every=10, evaluate_on=evaluate_on), job, 100)
@@ -58,7 +58,7 @@ def record(kind: str, step: int) -> str:
         ([("start", 0), ("evaluate", 10)], False),
         ([("start", 0), ("evaluate_failed", 10)], False),
         ([("start", 0), ("evaluate_skipped", 10)], False),
-        # An attempt that began before the step took it, and committed it, again.
+        # An attempt that began before the step repeated and committed it.
         ([("start", 0), ("evaluate", 10), ("start", 5)], True),
         ([("start", 0), ("evaluate", 10), ("start", 5), ("evaluate", 10), ("start", 10)], False),
         ([("start", 0), ("evaluate", 10), ("start", 10)], False),
@@ -69,7 +69,7 @@ def test_attempt_evaluates_commits_without_a_record(where, records, is_due, alon
     if where == "in a store":
         alone.job.storage = Bucket("s3://bucket/run", tmp_path)
     evaluator = Evaluating(alone.job, "spare" if where == "spare" else "training")
-    for step in (5, 10, 20, 100):  # 5 is none of evaluate_every, 20 lies ahead, 100 is evaluated at the end
+    for step in (5, 10, 20, 100):  # 5 is no multiple of evaluate_every, 20 is later, 100 is evaluated at the end
         (tmp_path / "checkpoints" / f"step-{step:010d}").mkdir(parents=True)
         (tmp_path / "checkpoints" / f"step-{step:010d}" / "MANIFEST.json").touch()
     (tmp_path / "metrics.jsonl").write_text("".join(record(kind, step) for kind, step in records))
@@ -81,14 +81,14 @@ def test_attempt_evaluates_commits_without_a_record(where, records, is_due, alon
 
 
 def test_evaluation_that_ends_several_attempts_is_skipped_and_logged(alone, tmp_path) -> None:
-    """Of step 10: once by the attempt that committed it, twice by those that started from it."""
+    """Step 10 is evaluated once by the attempt that committed it, and twice by attempts that started from it."""
     evaluator = Evaluating(alone.job)
     for attempt in range(5):
         with open(tmp_path / "metrics.jsonl", "a") as file:
             file.write(record("start", 10 * min(attempt, 1)))
         if attempt:
             assert evaluator.resume(alone, cast(Any, SimpleNamespace(step=10)))
-        if attempt == 3:  # as rank 0 reports it
+        if attempt == 3:  # in the form that rank 0 reports
             with open(tmp_path / "metrics.jsonl", "a") as file:
                 file.write(record("evaluate_skipped", 10))
     assert evaluator.evaluated == [10, 10]
@@ -103,10 +103,10 @@ def test_no_other_evaluation_runs_at_the_start(changes, step, alone) -> None:
 
 
 def test_next_attempt_repeats_stopped_evaluations_and_logs_skipped_ones(alone, tmp_path) -> None:
-    """evaluate_on was spare, and is training now."""
+    """`evaluate_on` was `spare` before and is `training` now."""
     for step in (5, 8, 10, 20):
         async_evaluation.request(tmp_path, step)
-    # Of step 8 there is an outcome: its request was to go when the driver was killed.
+    # Step 8 has an outcome: the driver was killed just before it deleted the request.
     (tmp_path / "metrics.jsonl").write_text(record("evaluate", 8))
     progress: Any = SimpleNamespace(step=10)
     assert not Evaluating(alone.job, is_stopped=True).resume(alone, progress)

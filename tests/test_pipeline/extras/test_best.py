@@ -28,13 +28,13 @@ CASES = [
     ([start(0)], None, None),
     ([start(0), evaluate(4, 0.5)], (0.5, 4), 0),
     ([start(0), evaluate(4, 0.5), evaluate(8, 0.7), evaluate(12, 0.6)], (0.7, 8), 1),
-    # Of equal ones the first, which is what patience waits for too.
+    # The first of equal values is the best; patience counts from it too.
     ([start(0), evaluate(4, 0.5), evaluate(8, 0.5), evaluate(12, 0.5)], (0.5, 4), 2),
-    # Killed before step 8 was committed: what the next attempt finds there counts, and nothing else.
+    # Killed before the commit of step 8: only the next attempt's evaluation of that step counts.
     ([start(0), evaluate(4, 0.5), evaluate(8, 0.9), start(4), evaluate(8, 0.4)], (0.5, 4), 1),
-    # Step 4 evaluated again by the attempt that starts from it: one evaluation all the same.
+    # The attempt that starts from step 4 evaluates it again: this counts as one evaluation.
     ([start(0), evaluate(4, 0.5), evaluate(8, 0.4), start(8), evaluate(8, 0.4)], (0.5, 4), 1),
-    # Beside training an older step may be reported later; an evaluation that failed is none.
+    # Asynchronous evaluations may report an older step later; a failed evaluation does not count.
     ([start(0), evaluate(8, 0.6), evaluate(4, 0.7), {"kind": "evaluate_failed", "step": 12}], (0.7, 4), 1),
     ([start(0), evaluate(4, 1.0), {"kind": "train", "step": 8, "loss": 2.0}, evaluate(8, 0.0)], (1.0, 4), 1),
 ]
@@ -74,7 +74,7 @@ def test_best_and_patience_refuse_damaged_records(tmp_path, damage):
     path.write_bytes(altered)
     for decide in decisions:
         with pytest.raises(
-            DataError, match=rf"metrics\.jsonl is damaged: line {line}: .*\n.*\n.*type: sed -i '{line}d'"
+            DataError, match=rf"metrics\.jsonl is damaged: line {line}: .*\n.*\n.*run: sed -i '{line}d'"
         ):
             decide()
 

@@ -1,4 +1,4 @@
-"""Training images whose features are similar to those of a test image, found with features that NumPy computes too."""
+"""Training images with features similar to a test image's; NumPy computes the expected features."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ SIDE = 8
 
 
 class Quarters(nn.Module):
-    """Features (b, 4): the mean of each quarter of the normalised image."""
+    """A model whose features (b, 4) are the means of the quarters of the normalised image."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ def test_noisy_law_in_one_variable_agrees_with_scipy_and_scales():
         best, _ = curve_fit(lambda x, a, b, end=end: values(x, end, a, b), x, y, p0=expected[1:], sigma=weights)
         rejected = (((y - values(x, end, *best)) / weights) ** 2).sum() - (residuals**2).sum()
         assert rejected / law.noise**2 == pytest.approx(stats.f.ppf(0.9, 1, 9), rel=0.2)
-    # 3. Far inside of the points a forecast is uncertain by the noise of one measurement and, less, by the law.
+    # 3. Well between the points, a forecast's uncertainty is the noise of one measurement, and a little of the law.
     ((low,), (high,)) = law.interval_at(np.array([[3e7]]))
     assert high - low == pytest.approx(2 * stats.t.ppf(0.95, 9) * law.noise * values(3e7, *expected), rel=0.3)
     assert high - low > 2 * stats.t.ppf(0.95, 9) * law.noise * values(3e7, *expected) * 0.9
@@ -107,10 +107,10 @@ def test_unsuitable_points_are_rejected(x, y, message):
 
 
 def test_intervals_of_a_noisy_study_of_three_sizes_hold_about_nine_times_of_ten():
-    """Of 24 studies a 90 % interval misses 2.4 on average, and more than 7 once in 300 times."""
+    """A 90 % interval misses on average 2.4 of 24 studies, and more than 7 once in 300 times."""
     held = coverage(Case("3 sizes", "high floor", 0.03), studies=24, seed=1000, draws=100)
     assert set(held) == set(QUANTITIES) and min(held.values()) >= 17 / 24, held
-    # Not every study holds all of them: intervals that are much too wide would.
+    # Some studies must miss an interval: much too wide intervals would contain every value.
     assert np.mean(list(held.values())) < 0.99, held
 
 
@@ -122,7 +122,7 @@ def test_intervals_of_a_noisy_study_of_three_sizes_hold_about_nine_times_of_ten(
 def test_intervals_hold_nine_times_of_ten_on_the_grids_of_studies(grid, law, noise):
     """In 300 studies the binomial deviation is 1.7 points. Seeds below 1000 were used to choose the method.
 
-    Of 100 studies, the intervals held 87 to 94, except for the floor of three sizes at 3 % noise: 97.
+    The intervals contained the true value in 87 to 94 of 100 studies (97 for the floor of three sizes at 3 % noise).
     """
     assert len(points_of(grid)) == 5 * len(SIZES[grid])
     held = coverage(Case(grid, law, noise), studies=300, seed=1000, draws=200)

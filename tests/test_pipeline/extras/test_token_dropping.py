@@ -35,7 +35,7 @@ from tests.support import campaigns
 
 
 def tent_weights(old: int, new: int) -> Tensor:
-    """(old, new): how much each entry of a longer axis counts for one of a shorter, with aligned corners, by loops."""
+    """Return weights (old, new) of a longer axis's entries for a shorter one, with aligned corners, by loops."""
     weights = torch.zeros(new, old, dtype=torch.float64)
     for entry in range(old):
         place = entry * (new - 1) / (old - 1)  # on the shorter axis
@@ -60,8 +60,8 @@ def test_position_table_shrinks_with_the_weights_of_the_reverse_enlargement(grid
 
 @pytest.mark.parametrize("kind", ["learned", "learned2d"])
 def test_every_position_gets_gradients_from_small_images(kind):
-    """From 8 rows to 4 plain interpolation would read the rows 0, 2, 3, 4, 5 and 7 alone."""
-    model = models.build("mu/4", 32, 0, positions=kind)  # features: a new head is zero, and passes no gradient on
+    """Plain interpolation from 8 rows to 4 would read only the rows 0, 2, 3, 4, 5 and 7."""
+    model = models.build("mu/4", 32, 0, positions=kind)  # use features: a new head is zero and propagates no gradient
     model.smaller_sizes = ((16, 16),)
     model(torch.randn(2, 3, 16, 16)).square().sum().backward()
     for parameter in model.positions.parameters():
@@ -92,7 +92,7 @@ def test_other_image_sizes_are_rejected_outside_of_training_phases():
 
 
 def logits_by_hand(model: models.ViT, images: Tensor, kept: list[list[int]], smaller: int | None = None) -> Tensor:
-    """One image after the other, one token after the other: positions are added first, then patches are picked."""
+    """Compute logits image by image and token by token: add positions first, then select patches."""
     table = model.positions[0].table[0]
     slots = 1
     if smaller is not None:
@@ -150,7 +150,7 @@ def test_kept_patches_depend_only_on_sample_and_step():
     assert (kept.diff(dim=1) > 0).all()
     assert kept.min() >= 0
     assert kept.max() < 16
-    # Whatever the micro-batch that a sample stands in.
+    # Independent of the sample's micro-batch.
     order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
     assert torch.equal(kept_patches(7, 100, ids[order][:31], 16, 6), kept[order][:31])
     for other in (kept_patches(8, 100, ids, 16, 6), kept_patches(7, 101, ids, 16, 6)):
@@ -163,7 +163,7 @@ def test_every_patch_and_every_pair_is_kept_equally_often():
     kept = kept_patches(0, 3, ids, patches=9, kept=4)
     alone = Counter(kept.flatten().tolist())
     pairs = Counter((first, second) for row in kept.tolist() for first in row for second in row if first < second)
-    # A patch is kept with 4/9, a pair with 4·3/(9·8); five standard deviations.
+    # Probabilities of keeping a patch, 4/9, and a pair, 4·3/(9·8); five standard deviations.
     assert len(alone) == 9
     assert all(abs(count - 4000 * 4 / 9) < 5 * 31.5 for count in alone.values())
     assert len(pairs) == 36
@@ -184,7 +184,7 @@ def test_phases_of_a_stage_are_contiguous():
     assert [(p.steps, p.image_size, p.kept) for p in phases(TokenDroppingConfig(), 1000, model)] == [
         (range(1000), 224, None)
     ]
-    # Too few steps for all of them.
+    # Too few steps for all phases.
     assert [(p.steps.stop, p.image_size) for p in phases(BOTH, 2, model)] == [(1, 128), (2, 224)]
     assert phase_at(399, phases(BOTH, 1000, model)).image_size == 128
     assert phase_at(400, phases(BOTH, 1000, model)).image_size == 160
@@ -224,8 +224,8 @@ THINNED = (
 )
 
 
-def run_thinned(recipe: Path, *overrides: str) -> Path:
-    """Pretrain; the stage's folder."""
+def run_with_token_dropping(recipe: Path, *overrides: str) -> Path:
+    """Pretrain with token dropping; return the stage's folder."""
     loaded = campaigns.load(recipe, [*THINNED, *overrides])
     run_campaign(loaded, only="pretrain", quiet=True)
     return loaded.directory(loaded.stage("pretrain"))
@@ -236,7 +236,7 @@ def losses_of(folder: Path) -> list[float]:
 
 
 def losses_of_a_plain_loop(shards: Path, cfg: TrainConfig) -> list[float]:
-    """The same training with tokens picked by hand; only the loader, the draws and the network are the product's."""
+    """Repeat the training with tokens selected by hand; only loader, draws and network are Patchline's."""
     index, order = training_order(cfg, [load_index(shards / "train")])
     model = models.from_config(models.config_of("mu/8", 24, 10), torch.Generator().manual_seed(cfg.seed))
     decayed = models.decayed_parameters(model)
@@ -278,7 +278,7 @@ def losses_of_a_plain_loop(shards: Path, cfg: TrainConfig) -> list[float]:
 
 
 def test_run_equals_a_plain_loop_and_batches_are_shown_at_their_sizes(recipe, shards, capsys):
-    folder = run_thinned(recipe, "cluster.workers=1")
+    folder = run_with_token_dropping(recipe, "cluster.workers=1")
     cfg = campaigns.load(recipe, list(THINNED)).stage("pretrain").config
     assert losses_of(folder) == pytest.approx(losses_of_a_plain_loop(shards, cfg), abs=2e-5)
     # The log counts steps from 1.
@@ -290,7 +290,7 @@ def test_run_equals_a_plain_loop_and_batches_are_shown_at_their_sizes(recipe, sh
 
 @pytest.mark.slow
 def test_resume_across_image_sizes_is_bitwise_equal_to_an_uninterrupted_run(recipe):
-    folder = run_thinned(recipe)
+    folder = run_with_token_dropping(recipe)
     losses = losses_of(folder)
     weights = (folder / "weights.safetensors").read_bytes()
     done = json.loads((folder / "done.json").read_text())
@@ -299,7 +299,7 @@ def test_resume_across_image_sizes_is_bitwise_equal_to_an_uninterrupted_run(reci
     for checkpoint in committed(folder / "checkpoints")[:-1]:
         shutil.rmtree(checkpoint)
     assert [path.name for path in committed(folder / "checkpoints")] == ["step-0000000008"]
-    run_thinned(recipe)
+    run_with_token_dropping(recipe)
     assert "resumed from step 8" in (folder / "log.txt").read_text()
     assert (folder / "weights.safetensors").read_bytes() == weights
     assert losses_of(folder)[-16:] == losses[8:]
@@ -314,7 +314,7 @@ def test_exact_mode_is_bitwise_equal_for_different_worlds(recipe, tmp_path):
     for world in (1, 2, 4):
         place = (f"cluster.workers={world}", f"run={tmp_path / str(world)}")
         overrides = ("pretrain.exact_parts=4", "finetune.micro_batch=4", *place)
-        weights.add((run_thinned(recipe, *overrides) / "weights.safetensors").read_bytes())
+        weights.add((run_with_token_dropping(recipe, *overrides) / "weights.safetensors").read_bytes())
     assert len(weights) == 1
 
 
@@ -326,8 +326,8 @@ def test_stage_key_changes_only_if_token_dropping_is_used():
 
 
 def test_stop_at_a_phase_boundary_is_handled_by_the_committing_step(monkeypatch, tmp_path):
-    """Steps before the border may not be committed; where the loop starts, all are, and the wait ends at once."""
-    late = threading.Event()  # what a first batch waits for that never comes
+    """Steps before the boundary may be uncommitted; at the loop's start all are committed, so the wait ends at once."""
+    late = threading.Event()  # a first batch that never arrives
 
     class Loader:
         def __init__(self, *args: Any, image_size: int, start_step: int, **more: Any) -> None:

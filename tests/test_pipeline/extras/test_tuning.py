@@ -91,7 +91,7 @@ def test_other_settings_are_refused_with_a_replacement(content, message, tmp_pat
 def test_type_of_sums_can_be_chosen_only_with_precision_bf16(tmp_path: Path):
     chosen = settings_with('{"communication_data_type": "bf16"}', tmp_path, precision="bf16")
     assert chosen["communication_data_type"] == "bf16"
-    with pytest.raises(ConfigError, match="communication_data_type is 'fp16'\n  expected fp32; or bf16"):
+    with pytest.raises(ConfigError, match="communication_data_type is 'fp16'\n  expected fp32, or bf16"):
         settings_with('{"communication_data_type": "fp16"}', tmp_path, precision="bf16")
 
 

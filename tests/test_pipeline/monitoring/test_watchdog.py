@@ -186,7 +186,7 @@ def test_only_the_slow_worker_of_a_large_group_is_named(slow_rank, clock) -> Non
     ],
 )
 def test_worker_that_takes_several_times_as_long_is_named_with_its_factor(seconds, named, clock) -> None:
-    """All workers take a micro-batch in 2.5 s, most of it in collectives: they are never seen one behind another."""
+    """All workers need 2.5 s per micro-batch, mostly in collectives, so that no worker ever falls behind visibly."""
     watch = Watch(3, stall_s=100, clock=clock)
     causes = []
     for check in range(3 * SLOW_CHECKS):

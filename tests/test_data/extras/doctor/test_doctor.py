@@ -29,7 +29,7 @@ GOOD = list(islice(digits(True), 60))
 
 
 def sample(number: int, image: bytes | None = None, label: bytes | None = None):
-    """Members of one sample; None keeps what is good, an empty image or label leaves the member out."""
+    """Return the members of a sample; None means a good one, an empty image or label omits the member."""
     good = GOOD[number]
     image = good.image if image is None else image
     label = str(good.labels[0]).encode() if label is None else label
@@ -38,7 +38,7 @@ def sample(number: int, image: bytes | None = None, label: bytes | None = None):
 
 @pytest.fixture
 def sick(tmp_path):
-    """Six shards of ten: two with faults inside, three that are faulty as a whole, one without."""
+    """Make six shards of ten samples: two with faulty samples, three unusable, one intact."""
     folder = tmp_path / "sick"
     folder.mkdir()
     image = bytearray(GOOD[4].image)
@@ -138,7 +138,7 @@ def test_page_is_self_contained(sick, tmp_path):
 
 
 def test_shard_statistics_agree_with_numpy():
-    """Of unequal sides and sizes; two are equal, one has a label twice, none has the class 1."""
+    """Images of different sides and sizes; two are equal, one has a repeated label, and class 1 is absent."""
     images = [
         (3, 5, b"a" * 1049),
         (500, 333, b"b" * 1051),

@@ -34,7 +34,7 @@ CLASSES = 1000
 
 
 class Written(nn.Module):
-    """Predicts the class that is written in the first pixel: red · 256 + green."""
+    """Predicts the class encoded in the first pixel: red · 256 + green."""
 
     config = ViTConfig()  # for the normalisation of pixels
 
@@ -53,7 +53,7 @@ def golden() -> dict:
 
 @pytest.fixture(scope="module")
 def files(golden, tmp_path_factory) -> Path:
-    """ILSVRC2012_img_val.tar with the predictions written into its images, out of order, and real.json."""
+    """Write real.json, and an unordered ILSVRC2012_img_val.tar with the predictions encoded in its images."""
     folder = tmp_path_factory.mktemp("real")
     with tarfile.open(folder / "val.tar", "w") as tar:
         for number, predicted in reversed(list(enumerate(golden["predictions"], start=1))):

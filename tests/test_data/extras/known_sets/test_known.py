@@ -112,7 +112,7 @@ def test_killed_packing_of_a_compressed_archive_resumes_to_the_same_bytes(tmp_pa
 
 
 def cifar_by_hand(images: archives.CifarImages, batches: list[str]) -> dict[str, tuple[list, bytes]]:
-    """Pixels (H, W, RGB) and label of every image of some batches, by a loop over planes, rows and columns."""
+    """Return pixels (H, W, RGB) and label of every image in some batches, by a loop over planes, rows and columns."""
     samples = {}
     for batch in batches:
         for number, row in enumerate(images.pixels[batch]):

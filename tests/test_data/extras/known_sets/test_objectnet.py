@@ -20,7 +20,7 @@ def test_objectnet_images_get_all_imagenet_ids_and_lose_their_border(tmp_path, c
     folder = archives.objectnet(tmp_path / "objectnet-1.0")
     samples = packed(tmp_path, "objectnet", folder, "--split", "test")
     labels = {key: label for key, (_, label) in samples.items()}
-    # By the miniature's files: analog clock is line 3 and so class 1, digital clock is line 0 and so class 3.
+    # In the miniature's files, analog clock is on line 3 (class 1), and digital clock on line 0 (class 3).
     assert labels == {"alarm_clock/aa": b"1 3", "alarm_clock/bb_v2": b"1 3", "banana/cc": b"4"}
     for key, value in (("alarm_clock/aa", 10), ("alarm_clock/bb_v2", 20), ("banana/cc", 30)):
         assert np.array_equal(decode(samples[key][0]), np.full((8, 12, 3), value, np.uint8))

@@ -20,7 +20,7 @@ from tests.support.archives import picture
 
 Features = dict[str, list[bytes] | list[int] | list[float]]
 
-# Of each task that derives its labels: features of two examples as TensorFlow Datasets has them, and labels by hand.
+# For each task with derived labels: two examples' features as in TensorFlow Datasets, and labels derived by hand.
 DERIVED: dict[str, list[tuple[Features, int]]] = {
     "clevr_count": [({"objects/size": [1, 0, 1, 1]}, 1), ({"objects/size": [0] * 10}, 7)],
     "clevr_distance": [
@@ -60,7 +60,7 @@ CONFIGS = {"sun397": "tfds", "eurosat": "rgb", "diabetic_retinopathy": "btgraham
 
 
 def varint(value: int) -> bytes:
-    """A number as protobuf writes it: seven bits a byte, the lowest first."""
+    """Encode a number as a protobuf varint: seven bits per byte, lowest first."""
     encoded = b""
     while value > 127:
         encoded += bytes([value % 128 + 128])
@@ -69,12 +69,12 @@ def varint(value: int) -> bytes:
 
 
 def field(number: int, content: bytes) -> bytes:
-    """A field of a message that holds bytes, or another message."""
+    """Encode a message field with bytes or a nested message."""
     return varint(8 * number + 2) + varint(len(content)) + content
 
 
 def example(features: Features) -> bytes:
-    """A `tf.train.Example` with these features, written by hand."""
+    """Encode a `tf.train.Example` with these features by hand."""
     entries = b""
     for name, values in features.items():
         if isinstance(values[0], bytes):
@@ -88,7 +88,7 @@ def example(features: Features) -> bytes:
 
 
 def tfrecord(examples: Iterable[bytes]) -> bytes:
-    """A TFRecord file, by TensorBoard's writer."""
+    """Write a TFRecord file with TensorBoard's writer."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     buffer = io.BytesIO()
@@ -99,7 +99,7 @@ def tfrecord(examples: Iterable[bytes]) -> bytes:
 
 
 def prepare(folder: Path, name: str, splits: dict[str, list[list[bytes]]], config: str | None = None) -> Path:
-    """Write a folder as TensorFlow Datasets prepares it: splits of shards of examples."""
+    """Write a folder as prepared by TensorFlow Datasets: splits with shards of examples."""
     folder.mkdir(parents=True)
     described = []
     for split, shards in splits.items():
@@ -113,7 +113,7 @@ def prepare(folder: Path, name: str, splits: dict[str, list[list[bytes]]], confi
 
 
 def features_of(task: str, row: int) -> Features:
-    """The features of a row of a miniature, but for its image."""
+    """Return a miniature's row of features without its image."""
     if task in DERIVED:
         return DERIVED[task][row % 2][0]
     return {"file_name": [b"x"], "label": [row % 3]}
@@ -124,7 +124,7 @@ def label_by_hand(task: str, row: int) -> int:
 
 
 def miniature(folder: Path, task: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Twenty examples of each split of a task's set, in files of 7 and 13; the image's grey is 100 · split + row."""
+    """Write 20 examples per split of a task's set, in files of 7 and 13; the grey of an image is 100 · split + row."""
     dataset = next(entry.dataset for entry in vtab_tasks.TASKS if entry.name == task)
     splits = {}
     for split in vtab_tasks.SIZES[dataset]:
@@ -138,7 +138,7 @@ def miniature(folder: Path, task: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def grey_by_hand(task: str, split: str, row: int, *, stored: bool = False) -> int:
-    """The grey of a row: 0 or 1 in the file of dSprites, which are black and white."""
+    """Return the grey of a row; in dSprites, whose images are black and white, the files have 0 or 1."""
     if task.startswith("dsprites"):
         return row % 2 if stored else 255 * (row % 2)
     return 100 * SPLIT_NUMBER[split] + row
@@ -150,7 +150,7 @@ def grey_of(sample: Sample) -> int:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four images to train on and two to validate on, instead of 800 and 200."""
+    """Use four training images and two validation images instead of 800 and 200."""
     monkeypatch.setattr(vtab_tasks, "TRAIN_SAMPLES", 4)
     monkeypatch.setattr(vtab_tasks, "VALIDATION_SAMPLES", 2)
 
@@ -191,7 +191,7 @@ def test_class_names_come_from_the_prepared_set_or_from_our_table(tmp_path: Path
 
 
 def refused(task: str, path: Path, message: str) -> None:
-    """Claim that a folder is refused with this message."""
+    """Assert that a folder is refused with this message."""
     with pytest.raises(DataError, match=message):
         list(VTAB[task].samples(path, "train800"))
 
@@ -219,7 +219,7 @@ def test_wrong_prepared_set_and_damaged_file_are_rejected(tmp_path: Path, monkey
         file.write_bytes(whole[:cut])
         refused("dtd", tmp_path / "dtd", "truncated or damaged in record")
     file.write_bytes(whole[: 3 * len(whole) // 5])
-    refused("dtd", tmp_path / "dtd", "ends before row 3, expected rows to 4")
+    refused("dtd", tmp_path / "dtd", "ends before row 3, expected rows up to 4")
 
 
 def test_example_without_label_or_image_is_rejected(tmp_path: Path, monkeypatch) -> None:

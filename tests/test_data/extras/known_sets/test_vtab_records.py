@@ -14,7 +14,7 @@ CONTENTS = [b"one", b"", b"three" * 20, b"four"]
 
 
 def framed(content: bytes) -> bytes:
-    """A record: its length and two checksums, which nobody compares."""
+    """Return a record with its length and two checksums, which the reader ignores."""
     return struct.pack("<QI", len(content), 1) + content + b"\x02\x00\x00\x00"
 
 

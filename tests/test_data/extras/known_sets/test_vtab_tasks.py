@@ -34,7 +34,7 @@ SPLITS = {
     "smallnorb_elevation": (24300, 12150, 12150),
 }
 
-# Classes of each task: those of its set, or what VTAB makes of a count, a distance or an angle.
+# Number of classes of each task: that of its set, or VTAB's bins of a count, a distance or an angle.
 CLASSES = dict(zip(SPLITS, (102, 100, 47, 102, 37, 397, 10, 2, 10, 45, 5, 8, 6, 6, 16, 16, 4, 18, 9), strict=True))
 
 
@@ -47,12 +47,12 @@ def golden() -> dict:
 
 
 def kitti(types: list[int], z: list[float]) -> dict[str, list]:
-    """Features of an example whose objects lie so many metres away."""
+    """Return the features of an example with objects at these distances in metres."""
     return {"objects/type": types, "objects/location": list(itertools.chain(*((0.0, 0.0, metres) for metres in z)))}
 
 
 def clevr(depths: list[float]) -> dict[str, list]:
-    """Features of a scene whose objects lie so deep."""
+    """Return the features of a scene with objects at these depths."""
     coordinates = list(itertools.chain(*((0.0, 0.0, depth) for depth in depths)))
     return {"objects/pixel_coords": coordinates, "objects/size": [0] * len(depths)}
 

@@ -29,7 +29,7 @@ def small_set(folder, count: int = 7):
 def test_leaked_samples_are_marked_in_the_order_of_the_set(tmp_path):
     train = small_set(tmp_path / "train", 9)
     test = small_set(tmp_path / "test")
-    other = small_set(tmp_path / "other", 8)  # whose shards and keys are called alike
+    other = small_set(tmp_path / "other", 8)  # with the same shard names and keys
     pairs = (
         Pair(("t-000000.tar", "s1"), ("t-000001.tar", "s4"), "exact", 0.0),
         Pair(("t-000002.tar", "s8"), ("t-000001.tar", "s4"), "perceptual", 0.1),
@@ -43,10 +43,10 @@ def test_leaked_samples_are_marked_in_the_order_of_the_set(tmp_path):
     assert np.flatnonzero(in_pairs(leaks, test, "test")).tolist() == [4, 6]
     assert np.flatnonzero(in_pairs(leaks, other, "test")).tolist() == [2]
     assert np.flatnonzero(in_pairs(leaks, train, "train")).tolist() == [0, 1, 8]
-    # Of a subset of the test set: the same samples, wherever they stand in it.
+    # In a subset of the test set the same samples are found, at their new positions.
     half = make_subset(test, tmp_path / "half", Rule(keep=(0, 1)))
     assert in_pairs(leaks, half, "test").tolist() == [key in ("s4", "s6") for key in ("s0", "s1", "s3", "s4", "s6")]
-    # And a subset of the training set without them, by the document itself.
+    # The document itself also selects the subset of the training set without them.
     clean = make_subset(train, tmp_path / "clean", Rule(but=str(tmp_path / "leaks.json")))
     keys = [row["key"] for number in range(len(clean.shards)) for row in clean.table(number)]
     assert keys == b"s2 s3 s4 s5 s6 s7".split()
@@ -59,7 +59,7 @@ def test_document_with_any_changed_bit_is_rejected(tmp_path):
     pair = Pair(("x.tar", "1"), ("y.tar", "2"), "exact", 0.0)
     write_leaks(path, Leaks((Compared("a", "aa"),), (Compared("b", "bb"),), (pair,), {"fits": 0.88}))
     whole = path.read_bytes()
-    # Of every byte one bit: in values, and in names such as that of the digest itself.
+    # One bit of every byte: in values, and in names such as that of the digest itself.
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 7]) + whole[place + 1 :])
         with pytest.raises(DataError, match="jobs leaks` again"):

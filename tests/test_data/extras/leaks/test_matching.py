@@ -1,4 +1,4 @@
-"""Candidate pairs and their likeness agree with a plain loop."""
+"""Candidate pairs and their similarity agree with a plain loop."""
 
 import cv2
 import numpy as np

@@ -44,13 +44,13 @@ def picture(value: int) -> bytes:
 
 
 def leaks_command(train: Index, test: Index, tmp_path: Path) -> int:
-    """The exit code of `jobs leaks`, whose folder is `leaks`."""
+    """Run `jobs leaks` with the folder `leaks`; return the exit code."""
     words = ["leaks", str(train.tables), "--test", str(test.tables), "--output", str(tmp_path / "leaks")]
     return main([*words, "--workers", "1"])
 
 
 def stop(done: int, total: int) -> None:
-    """A report that is killed when the first shard is done."""
+    """Kill the search when it reports its first finished shard."""
     raise KeyboardInterrupt
 
 
@@ -63,7 +63,7 @@ def small_set(folder, count: int = 7):
 
 
 def painting(number: int) -> np.ndarray:
-    """An image with structure at every scale, as photographs have, unlike any of another number: (240, 320, 3)."""
+    """Return a distinct image (240, 320, 3) per number, with structure at every scale like photographs."""
     rng = np.random.default_rng(number)
     image = np.zeros((240, 320, 3))
     for side in (3, 6, 12, 24, 48):
@@ -76,7 +76,7 @@ def jpeg(image: np.ndarray, quality: int = 85) -> bytes:
 
 
 def planted(image: np.ndarray, number: int) -> dict[str, bytes]:
-    """Copies of an image, each changed in another way; sides of 0.8 are 64 % of the area."""
+    """Return copies of an image, each changed differently; sides of 0.8 are 64 % of the area."""
     rng = np.random.default_rng(number)
     height, width = image.shape[:2]
     y, x = (rng.uniform(0, 0.2, 2) * (height, width)).astype(int)
@@ -97,7 +97,7 @@ def found(leaks: Leaks) -> dict[tuple[str, str], str]:
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """Twelve paintings to test on; to train on, copies of the first four among others, and a few odd images."""
+    """Return a test set of twelve paintings, and training sets with copies of the first four among other images."""
     tmp_path = tmp_path_factory.mktemp("sets")
     test = [Sample(f"t{number}", jpeg(painting(number)), (0,)) for number in range(12)]
     flat = jpeg(np.full((50, 50, 3), 77, np.uint8))
@@ -131,7 +131,7 @@ def test_search_finds_copies_crops_and_mirror_images_and_no_false_pairs(tmp_path
     assert leaks.looked_at == counts
     assert read_leaks(tmp_path / "leaks" / "leaks.json") == leaks
     assert [path.name for path in (tmp_path / "leaks").iterdir()] == ["leaks.json"]
-    # The other way round the pairs are the same; such a test set shows the same thing eight times.
+    # With the sets swapped the pairs are the same; that test set shows the same picture eight times.
     monkeypatch.setattr(search, "MOST_ALIKE", 0.1)
     back = find_leaks({"test": test}, {"train": train}, tmp_path / "back")
     assert {(test_key, train_key): kind for (train_key, test_key), kind in found(back).items()} == expected()
@@ -153,12 +153,12 @@ def test_killed_search_resumes_with_the_remaining_shards(tmp_path, sets, monkeyp
     monkeypatch.setattr(search, "search_shard", counted)
     with pytest.raises(KeyboardInterrupt):
         find_leaks({"train": train}, {"test": test}, tmp_path / "leaks", report=stop_at_two)
-    # The kill cut the last line of the journal: its shard is looked through once more.
+    # The kill truncated the last line of the journal: its shard is searched again.
     journal = tmp_path / "leaks" / "leaks.partial"
     journal.write_text(journal.read_text()[:-20])
     remembered_at = {path: path.stat().st_mtime_ns for path in (tmp_path / "leaks").glob("signatures*/*.signatures")}
     assert len(remembered_at) == 3
-    # Of one kept file a byte has changed: that one alone is made anew.
+    # A byte of one cached file has changed: only that file is computed again.
     rotten = sorted(remembered_at)[1]
     content = bytearray(rotten.read_bytes())
     content[len(content) // 2] ^= 4
@@ -171,7 +171,7 @@ def test_killed_search_resumes_with_the_remaining_shards(tmp_path, sets, monkeyp
     assert looked_at == [*names[:2], *names[1:]]
     assert signed == [rotten]
     assert found(leaks) == expected()
-    # A search of another setting takes nothing over.
+    # A search with another setting reuses nothing.
     with pytest.raises(KeyboardInterrupt):
         find_leaks({"train": train}, {"test": test}, tmp_path / "leaks", report=stop_at_two)
     looked_at.clear()
@@ -181,12 +181,12 @@ def test_killed_search_resumes_with_the_remaining_shards(tmp_path, sets, monkeyp
 
 @pytest.mark.skipif(not can_mount(), reason="needs Linux where a user may mount a tmpfs of his own")
 def test_full_disk_ends_the_command_with_a_reason(tmp_path, sets):
-    """Writing to a mapped file of which the disk has no room ends a process by SIGBUS, without a word."""
+    """Writing to a mapped file on a full disk would kill the process with SIGBUS, without a message."""
     train, test = sets
     command = [sys.executable, "-m", "jobs", "leaks", str(train.tables), "--test", str(test.tables), "--workers", "1"]
     disk = tmp_path / "disk"
     disk.mkdir()
-    # 14 test images take 157 kB as entries, and as much again as one array each.
+    # 14 test images take 157 kB as entries, and the same again as arrays.
     script = f"mount -t tmpfs -o size=240k none {disk} && {shlex.join(command)} --output {disk}/leaks"
     done = subprocess.run([*IN_A_NAME_SPACE, "sh", "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == ExitCode.IO and "No space left on device" in done.stderr, done.stderr
@@ -195,7 +195,7 @@ def test_full_disk_ends_the_command_with_a_reason(tmp_path, sets):
 
 
 def sprite(number: int) -> np.ndarray:
-    """A white disc or square on black, as dSprites has them, of another size and place for every number."""
+    """Return a white disc or square on black, as in dSprites; size and position depend on the number."""
     rng = np.random.default_rng(number)
     image = np.zeros((64, 64), np.uint8)
     x, y = rng.integers(18, 46, 2).tolist()
@@ -208,7 +208,7 @@ def sprite(number: int) -> np.ndarray:
 
 
 def test_similar_test_images_are_compared_only_by_pixels(tmp_path, capsys):
-    """Of unrelated discs and squares 389 of 900 pairs were taken for copies, and subset --but would empty the set."""
+    """Before, 389 of 900 pairs of unrelated shapes counted as copies, and `subset --but` would empty the set."""
     samples = [Sample(f"s{number}", cv2.imencode(".png", sprite(number))[1].tobytes(), (0,)) for number in range(40)]
     test = pack(samples[:30], tmp_path / "test")
     pixels = cv2.imencode(".bmp", cv2.cvtColor(sprite(7), cv2.COLOR_GRAY2BGR))[1].tobytes()
@@ -222,7 +222,7 @@ def test_similar_test_images_are_compared_only_by_pixels(tmp_path, capsys):
     assert not (tmp_path / "leaks" / "leaks.json").exists()
     with pytest.raises(DataError, match="copies cannot be recognised by their pictures"):
         find_leaks({"train": train}, {"test": test}, tmp_path / "leaks")
-    # The way out that it names, against the arrays themselves.
+    # Compare the suggested workaround with the arrays themselves.
     leaks = find_leaks({"train": train}, {"test": test}, tmp_path / "leaks", fits=1.0)
     equal = set()
     for number in (*range(30, 40), 3, 7):
@@ -234,12 +234,12 @@ def test_similar_test_images_are_compared_only_by_pixels(tmp_path, capsys):
 
 
 def test_share_of_similar_test_images_does_not_depend_on_their_order(monkeypatch):
-    """Sixty paintings four times over: of 240 × 239 / 2 pairs 60 × 6 show the same, 1.26 %, counted by hand."""
+    """Sixty paintings, four copies each: by hand, 60 × 6 of 240 × 239 / 2 pairs are equal, 1.26 %."""
     signatures = [signature(jpeg(painting(number))) for number in range(60)]
     fields = ("crops", "picture", "proportion")
     arrays = [np.stack([getattr(sign, name) for sign in signatures] * 4) for name in fields]
     assert search.alike_among(matching.TestSignatures(*arrays)) == (360, 28_680)
-    # Every second one of them has 30 paintings, and twice the share.
+    # Every second image: 30 paintings, and twice the share.
     monkeypatch.setattr(search, "SAMPLED", 120)
     alike, compared = search.alike_among(matching.TestSignatures(*arrays))
     assert compared == 7140
@@ -251,7 +251,7 @@ def framed(image: np.ndarray, colour: int, top: int, bottom: int, left: int, rig
 
 
 def test_search_finds_padded_framed_and_letterboxed_copies(tmp_path):
-    """Borders of one colour, and two one in the other, of up to a third of the sides."""
+    """Single-colour borders, also nested ones, of up to a third of the sides."""
     test = pack([Sample(f"t{number}", jpeg(painting(number)), (0,)) for number in range(12)], tmp_path / "test")
     train = []
     for number in range(12):
@@ -292,7 +292,7 @@ def test_pairs_name_the_right_one_of_several_sets(tmp_path, sets):
     assert ("crop3", 0, "t0") in of_copies
     assert ("crop3", 1, "t3") in of_copies
     assert np.flatnonzero(in_pairs(leaks, other, "test")).tolist() == [0]
-    # Test images are in the second training set themselves, which holds the very same samples.
+    # The second training set contains the test images themselves.
     assert int(in_pairs(leaks, test, "test").sum()) == 14
 
 
@@ -307,7 +307,7 @@ def test_command_writes_document_report_and_page(tmp_path, sets, capsys):
     assert page.count("<figure>") == 29
     assert "mirrored2" in page
     assert (tmp_path / "leaks" / "report.txt").read_text() in printed
-    # And as it says, training without them.
+    # Train without them, as suggested.
     assert f"--but {tmp_path}/leaks/leaks.json" in printed
     subset = ["subset", str(train.tables), "--but", f"{tmp_path}/leaks/leaks.json", "--output", str(tmp_path / "clean")]
     assert main(subset) == 0
@@ -317,7 +317,7 @@ def test_command_writes_document_report_and_page(tmp_path, sets, capsys):
 
 
 def test_search_finds_planted_copies_of_photographs(tmp_path):
-    """99 % and more of them, of which benchmarks/leaks.py has the table; and no photograph is another one."""
+    """At least 99 % are found (table of benchmarks/leaks.py), and no two different photographs match."""
     paths = sorted(SHARED.glob("imagenet1k-*.tar"))
     if not paths:
         pytest.skip("photographs are absent: ../shared/images")
@@ -353,7 +353,7 @@ def test_command_prints_how_to_exclude_the_leaks_of_each_training_set(tmp_path, 
 
 
 def test_leaked_sample_with_a_key_that_is_not_utf8_is_reported_and_excluded(tmp_path, capsys):
-    """A name in Latin-1, as archives of other people have; two neighbours whose keys are text."""
+    """A Latin-1 name, as in foreign archives; its two neighbours have text keys."""
     members = [(f"{key}.jpg", picture(value)) for key, value in (("a", 10), ("caf\udce9", 20), ("z", 30))]
     labels = [(name.replace(".jpg", ".cls"), b"0") for name, _ in members]
     tar = write_tar(tmp_path / "t.tar", sorted(members + labels))
@@ -368,7 +368,7 @@ def test_leaked_sample_with_a_key_that_is_not_utf8_is_reported_and_excluded(tmp_
 
 
 class Thumb(torch.nn.Module):
-    """Stands for a model: what enters its head is the image at 4 × 4 pixels."""
+    """Replaces a model: its features are the image at 4 × 4 pixels."""
 
     config = SimpleNamespace(image_size=(16, 24))
 
@@ -377,7 +377,7 @@ class Thumb(torch.nn.Module):
 
 
 def test_features_find_more_pairs_than_pixels_and_a_killed_search_resumes(tmp_path, sets):
-    """Compared with scikit-learn's cosine similarity of features that are made here once more."""
+    """Compares with scikit-learn's cosine similarity of features computed again by this test."""
     train, test = sets
     args = (Thumb(), ("w", "d" * 64), [train], [test], tmp_path / "leaks")
     options = {"cosine": 0.9, "device": torch.device("cpu")}

@@ -121,7 +121,7 @@ def test_tars_are_read_alike_by_index_pack_and_new(case: str, tmp_path: Path) ->
         assert_expected(samples_in(tmp_path / "pack", with_tar=True), {f"IMG_{n}": n % 3 for n in range(6)}, what=case)
         return
     if case == "labels apart":
-        # In a stream, they cannot be joined with their images.
+        # In a stream, labels cannot be joined with their images.
         assert codes.pop("pack of compressed tars") == 65
     if expected is None:
         assert set(codes.values()) == {65}, codes

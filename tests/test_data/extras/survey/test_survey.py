@@ -13,7 +13,7 @@ pytestmark = pytest.mark.quick
 
 
 def write_images(folder, counts: dict[str, int]) -> None:
-    """Write so many images a class, each into the folder of its class."""
+    """Write this many images per class, each into its class folder."""
     images = [sample.image for sample in digits(train=False, image_size=16)]
     for name, count in counts.items():
         (folder / name).mkdir(parents=True)
@@ -50,7 +50,7 @@ def test_notes_name_only_classes_that_differ_in_case_alone(tmp_path) -> None:
     assert survey(str(tmp_path / "plain"), report=lambda _: None).train.notes == []
     write_images(tmp_path / "mixed", {"Cat": 2, "cat": 2, "dog": 2})
     assert survey(str(tmp_path / "mixed"), report=lambda _: None).train.notes == [
-        "1 class names differ from another one only in upper and lower case"
+        "1 class names differ from another class name only in case"
     ]
 
 

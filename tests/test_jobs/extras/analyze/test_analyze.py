@@ -6,12 +6,13 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+import torch
 
 import models
 from data.shards.packing import pack
 from data.sources.samples import digits
 from jobs.__main__ import main
-from jobs.extras.analyze.analyze import encoded_images
+from jobs.extras.analyze.analyze import draw_attention, draw_positions, encoded_images
 from models.extras import analysis
 from tests.support.photos import make_photos, save_model
 
@@ -26,7 +27,7 @@ def photos(tmp_path: Path) -> Path:
 def test_analyze_writes_figures_and_numbers_for_a_folder_of_images(tmp_path, photos, capsys):
     weights, output = save_model(tmp_path, depth=3, registers=1), tmp_path / "out"
     assert main(["analyze", weights, str(photos), "--output", str(output), "--limit", "2"]) == 0
-    assert "analyzed 2 images of 16×24 px in 3 layers" in capsys.readouterr().out
+    assert "analyzed 2 images of 16×24 px across 3 layers" in capsys.readouterr().out
     numbers = json.loads((output / "analysis.json").read_text())
     assert [Path(name).name for name in numbers["images"]] == ["0.png", "1.png"]
     assert np.shape(numbers["attention_distance"]) == (3, 2)
@@ -57,6 +58,24 @@ def test_a_hybrid_without_position_embeddings_has_no_similarity_and_no_filters(t
     numbers = json.loads((tmp_path / "out/analysis.json").read_text())
     assert numbers["position_similarity"] is None
     assert numbers["explained_variance"] is None
+
+
+def test_attention_figure_has_room_for_every_image_and_the_titles(tmp_path):
+    images = {name: np.zeros((24, 16, 3), np.uint8) for name in "abc"}
+    draw_attention(images, torch.ones(3, 3, 2), tmp_path / "attention.png")
+    # By hand: 150 pixels per inch; two columns of 2 inches, so an image is 3 inches high; 0.3 inches for the titles.
+    height, width = cv2.imread(str(tmp_path / "attention.png")).shape[:2]
+    assert (height, width) == (round(150 * (3 * 3 + 0.3)), 150 * 4)
+
+
+def test_missing_position_embeddings_are_noted_in_the_middle_of_their_axes():
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    axes = figure.add_subplot()
+    draw_positions(figure, axes, None)
+    (note,) = axes.texts
+    assert (note.get_position(), note.get_ha()) == ((0.5, 0.5), "center")
 
 
 def test_a_limited_selection_of_images_covers_all_folders(photos):

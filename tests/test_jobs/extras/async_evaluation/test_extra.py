@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from data.errors import CheckpointError
 from jobs.extras.async_evaluation.extra import EVALUATION, MASKING, SEARCH, AsyncEvaluationExtra
 from pipeline import config
 from pipeline.checkpoints.needed import EVALUATIONS
@@ -34,3 +35,13 @@ def test_pending_requests_of_an_earlier_attempt_need_the_hook_too(tmp_path) -> N
     context: Any = SimpleNamespace(directory=tmp_path, checkpoints=SimpleNamespace(committed=list))
     cfg: Any = FullConfig(steps=10)
     assert set(AsyncEvaluationExtra().hooks(cfg, context)) == {EVALUATION}
+
+
+def test_an_unreadable_checkpoint_may_mask_samples(tmp_path) -> None:
+    def manifest(name: str) -> None:
+        raise CheckpointError(f"{name} is damaged")
+
+    context: Any = SimpleNamespace(
+        directory=tmp_path, checkpoints=SimpleNamespace(committed=lambda: ["step-1"], manifest=manifest)
+    )
+    assert set(AsyncEvaluationExtra().hooks(FullConfig(steps=10), context)) == {MASKING}

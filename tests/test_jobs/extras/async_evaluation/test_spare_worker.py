@@ -339,7 +339,7 @@ def test_spikes_are_searched_in_order_and_the_samples_found_are_masked_once(tmp_
     assert [line.count("search requested on a spare worker") for _, line in reported[1:]] == [1, 1, 1, 1]
 
     leftover = tmp_path / "searches" / "step-0000000020" / tmp_path.name / "attempts" / "attempt-000001"
-    leftover.mkdir(parents=True)  # of a command that was killed
+    leftover.mkdir(parents=True)  # of a killed command
     for _ in range(4):
         made.evaluations.poll()
     assert [step for step, _ in places.searched] == [20, 22, 24, 24]

@@ -160,6 +160,10 @@ OTHER_DATA = {step: f"{step:063x}f" for step in range(4, 25, 4)}
         (["optim.lr", "world size"], 3, 0.01, None, "optim.lr"),
         (["model.dropout", "optim.lr"], 1, 0.01, None, "model.dropout"),
         (["optim.lr", "world size"], 1, 1e-7, None, "world size"),  # a learning rate cannot act before the first update
+        # Rounding is the last suspect, and after the first update a learning rate comes before a model.
+        (["world size", "model.dropout"], 1, 0.1, None, "model.dropout"),
+        (["world size", "model.dropout"], 3, 0.1, None, "model.dropout"),
+        (["model.dropout", "optim.lr"], 3, 0.1, None, "optim.lr"),
         (["log_every", "code"], 2, 1e-3, None, "code"),
         (["hardware"], 5, 1e-7, None, "hardware"),
         (["torch"], 5, 1e-7, None, "torch"),

@@ -5,6 +5,8 @@ import json
 import tarfile
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 
 from data.shards.packing import pack
@@ -49,6 +51,17 @@ def test_stats_show_the_distribution_of_sizes_and_classes(shards, capsys):
     assert "height: 1 % 16, median 16, 99 % 16" in out
     assert "most: class" in out
     assert "least: class" in out
+
+
+def test_stats_do_not_decode_the_images(tmp_path, capsys):
+    """A PNG has a valid header but damaged pixels."""
+    image = cv2.imencode(".png", np.random.default_rng(0).integers(0, 255, (16, 16, 3), np.uint8))[1].tobytes()
+    pixels = image.index(b"IDAT") + 4
+    damaged = image[:pixels] + bytes(20) + image[pixels + 20 :]
+    pack([Sample("good", image, (0,), "png"), Sample("bad", damaged, (1,), "png")], tmp_path / "set", name="set")
+    for command, code, expected in (("stats", 0, 0), ("check", 65, 1)):
+        assert main(["data", command, str(tmp_path / "set")]) == code
+        assert capsys.readouterr().out.count("bad: 1 × ") == expected
 
 
 def test_repair_does_not_overwrite_the_original(broken, tmp_path, capsys):

@@ -72,6 +72,7 @@ def test_an_attempt_without_recent_messages_is_shown_as_waiting(tmp_path: Path, 
 def test_the_end_of_every_stage_is_shown_even_if_it_was_short(tmp_path: Path) -> None:
     reader = StageReader(two_attempts(tmp_path))
     watcher = States()
+    watcher.status(reader.read("ended"))
     watcher.stage(context(needs_workers=True))
     for _ in range(3):
         watcher.status(reader.read("ended"))
@@ -79,7 +80,9 @@ def test_the_end_of_every_stage_is_shown_even_if_it_was_short(tmp_path: Path) ->
     watcher.status(reader.read("ended"))
     watcher.start(print)
     watcher.close()
-    assert watcher.states == ["ended", "ended", "ended", "run"], "a stage of the driver is not shown"
+    assert watcher.states == ["ended", "ended", "ended", "run"], (
+        "neither a message before the first stage nor a stage of the driver is shown"
+    )
 
 
 def test_failures_and_hangs_are_logged_once_and_do_not_stop_the_run(tmp_path: Path, monkeypatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from data.errors import ConfigError, Preempted
 from jobs.extras.monitor import threaded, trackers
-from jobs.extras.monitor.trackers import Tracker, facts_of, numbers_of, start_trackers
+from jobs.extras.monitor.trackers import Mlflow, Tracker, facts_of, numbers_of, start_trackers
 from jobs.extras.monitor.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
 from jobs.run.reading import StageReader, StatusMessage
 from jobs.run.session import run_campaign
@@ -44,7 +44,7 @@ def train_line(step: int, attempt: int = 1) -> str:
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Path:
-    """The folder of a stage that has reported ten steps."""
+    """Return the folder of a stage with ten reported steps."""
     directory = tmp_path / "digits" / "pretrain-1a2b3c4d"
     directory.mkdir(parents=True)
     (directory / "metrics.jsonl").write_text("".join(train_line(step) for step in range(1, 11)))
@@ -182,6 +182,31 @@ def test_a_tracker_that_hangs_or_fails_costs_one_log_line(client, stage, monkeyp
     assert time.monotonic() - began < 5
     assert log == LOGGED[client]
     sys.modules.pop("wandb", None)
+
+
+MLFLOW = """
+from types import SimpleNamespace
+
+class MlflowClient:
+    def __init__(self, tracking_uri):
+        self.metrics = []
+
+    def log_batch(self, run_id, metrics):
+        self.metrics += metrics
+
+entities = SimpleNamespace(Metric=lambda key, value, timestamp, step: (key, value, timestamp, step))
+"""
+
+
+def test_mlflow_is_sent_every_number_with_its_time_and_step(tmp_path, monkeypatch) -> None:
+    # A stand-in package, because MLflow is installed on few machines.
+    (tmp_path / "mlflow.py").write_text(MLFLOW)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    client = Mlflow(MlflowConfig(uri="/nowhere"))
+    client.send([json.loads(train_line(step)) for step in (2, 4)])
+    assert client.client.metrics == [("train/loss", 0.5, 1_002_000, 2), ("train/loss", 0.25, 1_004_000, 4)]
+    sys.modules.pop("mlflow", None)
 
 
 def test_a_missing_package_is_logged_with_the_command_to_install_it(monkeypatch) -> None:

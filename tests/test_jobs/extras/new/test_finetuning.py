@@ -1,4 +1,4 @@
-"""Weights get the fine-tuning settings that were published for their kind."""
+"""New recipes use the fine-tuning settings published for their kind of weights."""
 
 import pytest
 

@@ -9,14 +9,18 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import models
+from data.extras.survey.survey import Sets, survey
 from data.index.document import load_index
 from data.sources.samples import digits
 from jobs.__main__ import main
+from jobs.extras.new.new import write_recipe
+from jobs.extras.new.training import Machine, choose
 from tests.support.campaigns import load
 from tests.support.foreign_vits import transformers_model
 from tests.support.image_sources import (
@@ -111,7 +115,7 @@ def test_the_recipe_packs_or_indexes_every_kind_of_source(kind, tmp_path):
 
 
 def test_the_held_out_part_is_disjoint_and_has_its_share_of_every_class(tmp_path):
-    """Compares the keys and labels that were written with those in the index tables."""
+    """Compares the written keys and labels with those in the index tables."""
     samples = [sample for sample in digits(train=True, image_size=16) if sample.labels[0] < 3][:300]
     campaign = new(tars(tmp_path / "input", samples, lambda sample: {"cls": name_of(sample)}))
     for stage in ("shards", "parts"):
@@ -306,6 +310,7 @@ def test_odd_folders_are_read_or_refused_with_advice(tmp_path, capsys):
         if code == 0:
             load(output, [])
     assert main(["new", str(tmp_path / "nowhere")]) == 65
+    assert f"no file or folder at {tmp_path}/nowhere" in capsys.readouterr().err
     assert main(["new", str(tmp_path / "one class"), "--unlabelled", "--output", "u.yaml"]) == 0
     assert "objective: masked" in Path("u.yaml").read_text()
 
@@ -340,7 +345,7 @@ def test_the_current_folder_similar_classes_and_repeated_rows_are_named(tmp_path
     folder = class_folders(tmp_path / "input", three_digits())
     (folder / "eins").rename(folder / "NULL")
     new(folder)
-    assert "1 class names differ from another one only in upper and lower case" in capsys.readouterr().out
+    assert "1 class names differ from another class name only in case" in capsys.readouterr().out
     Path("recipe.yaml").unlink()
     with monkeypatch.context() as patch:
         patch.chdir(folder)
@@ -392,3 +397,13 @@ def test_each_recipe_has_a_run_of_its_own(tmp_path, capsys):
     runs = [str(load(Path(f"{name}.yaml"), []).run) for name in ("mine", "other", "third")]
     assert [Path(run).name for run in runs] == ["mine", "other", "third-2"]
     assert "writes runs/third-2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("steps", "length"), [(2, "2 steps of 30 images, 1 pass, "), (4, "2 passes, ")])
+def test_the_length_is_printed_in_passes(tmp_path, capsys, steps, length):
+    images = survey(str(class_folders(tmp_path / "input", three_digits())), report=lambda count: None).train
+    sets = Sets(images, test=images)  # nothing is held out of the 60 images
+    machine = Machine("1 core", 1, 0, 1, 10**11, "fp32")
+    choice = replace(choose(sets, machine, 1.0, name="mu/8", init=None), steps=steps, batch_size=30)
+    write_recipe(Path("length.yaml"), "length", sets, choice, machine)
+    assert length in capsys.readouterr().out

@@ -122,6 +122,17 @@ def test_a_problem_is_reported_with_its_place_and_a_remedy(change, subject, leve
     assert {other.level for other in others} == {"OK"}, others
 
 
+def test_a_minority_of_versions_can_be_excluded_but_a_tie_cannot() -> None:
+    excluded = "a run excludes the node if the others have enough room"
+    assert excluded in of(check_changed('workers.2.identity.packages.torch = "2.12"'), "versions").remedy
+    tie = report()
+    tie["workers"] = tie["workers"][:2]
+    tie["network"] = None
+    tie["workers"][1]["identity"]["packages"]["torch"] = "2.12"
+    result = of(check_report(tie, REQUIREMENTS), "versions")
+    assert (result.level, excluded in result.remedy) == ("FAIL", False)
+
+
 def test_memory_is_a_warning_if_the_step_could_not_be_traced() -> None:
     needs = dataclasses.replace(REQUIREMENTS, stages=[dataclasses.replace(STAGE, memory_bytes=None)])
     result = of(check_report(report(), needs), "memory")

@@ -1,5 +1,7 @@
 """The output and exit codes of `plan`."""
 
+import re
+
 from jobs.__main__ import main
 
 
@@ -12,6 +14,9 @@ def test_plan_describes_the_stages_that_would_run(recipe, capsys):
     assert "GMACs" in out
     assert "24 (384 images, 0.27 passes over 1,442 samples)" in out
     assert "feed" not in out, "no GPU to feed"
+    # All compute is counted, no stage continues another one, and no value is chosen by a sweep.
+    assert re.search(r"^compute        \S+ exaFLOPs$", out, re.MULTILINE)
+    assert "  chosen  " not in out
 
 
 def test_plan_shows_when_and_in_which_buckets_gradients_are_reduced(recipe, capsys):
@@ -46,3 +51,10 @@ def test_plan_lists_missing_inputs_and_exits_like_run_unless_allowed(recipe, cap
     out = capsys.readouterr().out
     assert "  MISSING fewshot.probe.test: /neither" in out
     assert out.endswith("planned without 2 missing inputs; until they exist, run exits with code 65\n")
+
+
+def test_plan_without_initial_weights_knows_neither_model_nor_compute(recipe, capsys):
+    assert main(["plan", str(recipe), "finetune.init=/nowhere", "--without-data"]) == 0
+    out = capsys.readouterr().out
+    assert "\n  model   unknown: the initial weights are missing\n" in out
+    assert "exaFLOPs; NOT counted: finetune" in out

@@ -41,9 +41,11 @@ def test_plan_scales_a_trial_and_adds_saves_evaluations_and_failures(recipe, tri
     assert main(["plan", str(recipe), *long, "--mtbf", "0.5", "--price", "2"]) == 0
     out = capsys.readouterr().out
     assert re.search(
-        r"  save    every 8 steps; every 8\d finishes [23]% sooner \(Young 1974\): set pretrain.save_every=8", out
+        r"  save    every 8 steps; saving every 8\d steps would make it finish [23]% sooner \(Young 1974\): set "
+        r"pretrain.save_every=8",
+        out,
     )
-    assert re.search(r"time    \d+m\d\ds for 2 trained stages with 1\.\d failures", out), out[:400]
+    assert re.search(r"time    \d+m\d\ds for 2 training stages with 1\.\d failures", out), out[:400]
     assert re.search(r"cost    1\.\d worker-hours, [23]\.\d\d at 2 each", out)
 
 

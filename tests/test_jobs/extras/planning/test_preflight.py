@@ -3,10 +3,14 @@
 import os
 import re
 
+import pytest
+
 import models
 from data.errors import ExitCode
 from data.extras.reach import measure_reads
 from jobs.__main__ import main
+from jobs.extras.planning.preflight import stage_requirements
+from tests.support.campaigns import load
 
 # ------------------------------------------------------------------------ real parts
 
@@ -42,6 +46,9 @@ def test_two_real_workers_are_checked_and_leave_nothing_behind(recipe, tmp_path,
     assert f"pretrain: 2 × {4 * parameters / 1e3:.1f} kB of gradients" in out
     assert re.search(r"slowest 0–1 \(\S+, \S+\): [\d.]+ .B in [\d.]+ ms", out)
     assert not (tmp_path / "run").exists(), "a run directory that did not exist is removed again"
+    levels = re.findall(r"^(OK|WARN|FAIL) +\S", out, re.MULTILINE)
+    counts = [f"{levels.count(level)} {level}" for level in ("OK", "WARN", "FAIL")]
+    assert f"\npreflight: {', '.join(counts)} in " in out
 
 
 def test_an_unusable_run_directory_and_a_missing_set_are_failures(recipe, tmp_path, capsys) -> None:
@@ -54,3 +61,21 @@ def test_an_unusable_run_directory_and_a_missing_set_are_failures(recipe, tmp_pa
     assert re.search(
         r"^FAIL workers     nothing was measured: 2 workers need 2 GPUs, but this machine has 0", out, re.M
     )
+
+
+@pytest.mark.parametrize(("zero", "reductions"), [(0, 1.0), (1, 1.0), (2, 2.0), (3, 3.0)])
+def test_gradients_are_reduced_per_micro_batch_from_zero_2_on_and_zero_3_also_gathers_weights(recipe, zero, reductions):
+    """By hand: two micro-batches per step; ZeRO 3 adds half of the traffic (Rajbhandari et al. 2020, section 7)."""
+    campaign = load(recipe, [f"pretrain.zero={zero}"])
+    requirements = stage_requirements(campaign, campaign.stage("pretrain"), 2)
+    assert requirements.reductions == reductions
+    assert requirements.compute_s is None, "the speed of a CPU is unknown"
+
+
+def test_compute_time_of_a_step_assumes_every_gpu_at_its_best(recipe):
+    """By hand: 6 FLOPs per MAC and image, 16 images, 2 H100 at 40 % of 989 TFLOP/s."""
+    campaign = load(recipe, ["cluster.gpus_per_worker=1"])
+    stage = campaign.stage("pretrain")
+    requirements = stage_requirements(campaign, stage, 2)
+    by_hand = 6 * models.macs_of(stage.model) * 16 / (2 * 0.4 * 989e12)
+    assert requirements.compute_s == pytest.approx(by_hand, rel=1e-6)

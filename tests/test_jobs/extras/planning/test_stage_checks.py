@@ -1,7 +1,10 @@
-"""The line of `plan` about decoding speed: whether CPU cores can feed the GPUs."""
+"""The checks of a training stage: decoding speed, and cores of this machine."""
+
+import pytest
 
 from jobs.__main__ import main
-from jobs.extras.planning.stage_checks import GPU_FLOPS
+from jobs.extras.planning.stage_checks import GPU_FLOPS, TrainedFacts, cores
+from tests.support.campaigns import load
 
 
 def test_plan_reports_whether_the_cores_can_feed_the_gpus(recipe, capsys, monkeypatch):
@@ -20,3 +23,21 @@ def test_plan_reports_whether_the_cores_can_feed_the_gpus(recipe, capsys, monkey
     assert "is enough" in feed("pretrain.data.processes=4", "cluster.cpus_per_worker=5")
     monkeypatch.setattr("jobs.extras.planning.stage_checks.images_per_cpu_s", lambda *_: None)
     assert "a core decodes 650 images/s (assumed" in feed()
+
+
+@pytest.mark.parametrize(
+    ("core_count", "overrides", "expected"),
+    [
+        (1, [], ["2 workers share the 1 cores of this machine, so a step takes 2.0 × longer"]),
+        (2, [], []),
+        (1, ["cluster.gpus_per_worker=1"], []),
+        (1, ["cluster.backend=ray"], []),
+    ],
+)
+def test_more_workers_than_cores_are_reported_on_this_machine_without_gpus(
+    recipe, monkeypatch, core_count, overrides, expected
+):
+    campaign = load(recipe, overrides)
+    monkeypatch.setattr("jobs.cluster_config.cores", lambda: core_count)
+    verdicts = list(cores(TrainedFacts(campaign, campaign.stage("pretrain"))))
+    assert [verdict.text.partition(" than")[0] for verdict in verdicts] == expected

@@ -1,4 +1,4 @@
-"""Arguments of `replay` that are refused before the batch is rebuilt; test_replays.py rebuilds batches."""
+"""`replay` rejects wrong arguments before it rebuilds the batch; test_replays.py rebuilds batches."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A run that is audited or resumed under another instruction set: reported as such, and not as corruption."""
+"""A run audited or resumed with another CPU instruction set is reported as such, not as corrupt."""
 
 import os
 import subprocess
@@ -71,5 +71,5 @@ def test_resume_under_other_instructions_reports_them(folder: Path) -> None:
         newest.rename(folder / newest.name)
     code, output = jobs(folder, "run small.yaml pretrain.steps=15 run=longer", **OTHER)
     assert code == 0, output
-    assert "this attempt computes under other conditions than the last" in output, output
+    assert "conditions have changed since the previous attempt" in output, output
     assert "MKL_CBWR" in output and "the last bits may differ from here on" in output, output

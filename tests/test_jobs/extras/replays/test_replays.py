@@ -1,8 +1,8 @@
 """Replays of a run on real workers: audit, bisect and without; all commands run in one process.
 
-Two workers train the run in exact mode. In step 8 a bit of worker 1's gradient is flipped. All replays run in the same
-process without faults. One more run starts at step 0 with the samples masked in the workers' task, on one worker: this
-is the run that has never seen them.
+Two workers train the run in exact mode. In step 8 a bit of worker 1's gradient is flipped. All replays run without
+faults. Another run starts at step 0 on one worker, with the samples masked in the workers' task: the reference that
+never trained on them.
 """
 
 import json

@@ -1,9 +1,12 @@
-"""Curves of a page: reduced to buckets, and smoothed."""
+"""Charts of a page: reduced and smoothed curves, marks, and room for titles and legends."""
+
+import re
 
 import numpy as np
 import pytest
 
-from jobs.extras.report.charts import smooth, thin
+from data.extras.pages.page import charted
+from jobs.extras.report.charts import Line, Mark, drawn, figure_of, line_chart, smooth, thin
 
 pytestmark = pytest.mark.quick
 
@@ -31,3 +34,36 @@ def test_a_reduced_curve_keeps_the_minimum_and_maximum_of_each_bucket():
         part = (x >= low) & (x < low + 2000)
         assert np.nanmax(reduced[part]) == np.nanmax(y[low : low + 2000])
         assert np.nanmin(reduced[part]) == np.nanmin(y[low : low + 2000])
+
+
+def heights_of(chart: str) -> dict[str, float]:
+    """Return the text elements of a chart, with their distance from its top in pixels."""
+    texts = re.findall(r'<text [^>]* y="([\d.]+)"[^>]*>([^<]+)<', chart)
+    assert texts
+    return {text: float(height) for height, text in texts}
+
+
+def test_each_kind_of_mark_is_listed_once_below_the_axis_label():
+    line = Line("loss", np.arange(5.0), np.ones(5))
+    marks = [Mark(1, "restart"), Mark(2, "spike", 1.0), Mark(3, "restart"), Mark(4, "restart")]
+    chart = line_chart("loss", [line], marks)
+    assert (chart.count(">restart<"), chart.count(">spike<")) == (1, 1)
+    heights = heights_of(chart)
+    assert heights["loss"] < heights["samples seen"] < heights["restart"]
+
+
+def test_a_spike_has_another_colour_than_the_only_curve():
+    line = Line("loss", np.arange(5.0), np.ones(5))
+    without = line_chart("loss", [line])
+    colours = set(re.findall(r"stroke: ([^;\"]+)", line_chart("loss", [line], [Mark(2, "spike", 1.0)])))
+    assert colours - set(re.findall(r"stroke: ([^;\"]+)", without))
+
+
+@pytest.mark.parametrize(("height", "below"), [(2.0, 0.3), (3.0, 0.7)])
+def test_axes_leave_room_for_the_title_above_and_the_legend_below(height, below):
+    with charted():
+        figure, axes = figure_of()
+        drawn(figure, axes, "loss", height, below=below)
+    box = axes.get_position()
+    assert box.y0 * height == pytest.approx(below)
+    assert (1 - box.y1) * height == pytest.approx(0.28)

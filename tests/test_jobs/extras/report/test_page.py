@@ -34,7 +34,7 @@ from tests.support.paged_runs import SPIKE, add, change, incident, make_restarte
 from tests.support.stores import store
 
 MARKUP = "<script>window.hacked=1</script><img src=x onerror=window.hacked=2>"
-# Finds words that are broken across lines; names and paths may break after a dash or a slash.
+# Finds words broken across lines; names and paths may break after a dash or a slash.
 BROKEN = """(() => {
     const broken = []
     const nodes = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT)
@@ -85,7 +85,7 @@ class Tables(HTMLParser):
 
 @pytest.fixture
 def restarted(tmp_path: Path, shards: Path) -> Path:
-    """A run that was killed at step 24 and repeated the steps from 17 on."""
+    """Return a run killed at step 24 and resumed from step 16."""
     return make_restarted_run(tmp_path / "run", shards)
 
 
@@ -458,7 +458,7 @@ def test_a_run_updates_its_page_and_a_comparison_finds_the_first_different_step(
     monkeypatch.undo()
 
     compared = Tables(write_report([first, second], tmp_path / "both.html").read_text())
-    # The learning rate of step 1 is 0 in both runs, where the warm-up begins: step 2 makes the first different update.
+    # The warm-up begins with a learning rate of 0 in both runs, so the first different update is that of step 2.
     assert "first differ at step 3: loss" in compared.text
     assert compared.row("config", "optim.lr")[2:4] == ["0.01", "0.02"]
     assert re.search(r"Most likely cause:\s+config, optim.lr\s+\(0.01 → 0.02\)", compared.text)

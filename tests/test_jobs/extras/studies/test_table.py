@@ -24,6 +24,7 @@ from jobs.commands import status
 from jobs.extras import recipe_text
 from jobs.extras.monitor.trackers import facts_of
 from jobs.extras.planning.plan import plan
+from jobs.extras.studies.table import means_by_metric
 from jobs.recipe import records
 from jobs.recipe.references import with_values
 from jobs.resolved_recipe import Available, CheckResult, Context, Stage
@@ -308,6 +309,12 @@ def test_means_and_deviations_equal_those_of_numpy_over_rows_groups_and_seeds(tm
     sd = 100 * accuracies.mean(axis=0).std(ddof=1)
     assert log[-1].split() == ["mean", "of", "3", f"{mean:.2f}", "±", f"{sd:.2f}"]
     assert (loaded.directory(loaded.stage("finetune")) / "report.txt").read_text().splitlines() == log
+
+
+def test_a_metric_that_a_run_lacks_has_no_mean_over_the_others():
+    means = means_by_metric([{"accuracy": 0.5, "5shot": 0.25}, {"accuracy": 0.75}, {"accuracy": 0.25, "5shot": 0.5}])
+    assert list(means) == ["accuracy"]
+    assert (means["accuracy"].mean, means["accuracy"].sd, means["accuracy"].runs) == (0.5, 0.25, 3)
 
 
 def write_evaluation(

@@ -304,7 +304,7 @@ class Head:
     ("end", "code", "text"),
     [
         ("silent", 69, "the cluster's head at http://head:8265 has not responded for "),
-        ("forgets", 69, "was restarted and does not know job x-001 any more"),
+        ("forgets", 69, "was restarted and no longer knows job x-001"),
         ("killed", 69, "job x-001 ended without an exit code from Patchline: FAILED, exit code -9"),
         ("shell", 69, "job x-001 ended without an exit code from Patchline: FAILED, exit code 137"),
         ("place", 69, "job x-001 ended without an exit code from Patchline: FAILED, exit code None"),

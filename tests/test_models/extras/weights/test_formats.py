@@ -1,4 +1,4 @@
-"""Files of other projects are recognised by their names, and what cannot be read is refused with what to do."""
+"""Files of other projects are recognised by name; errors about unreadable files suggest a remedy."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_an_unknown_format_is_refused_before_anything_is_written(tmp_path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_values_that_are_not_finite_are_reported_by_the_names_of_the_file(tmp_path) -> None:
+def test_non_finite_values_are_reported_by_the_names_of_the_file(tmp_path) -> None:
     from safetensors.torch import save_file
 
     save_file({"cls_token": torch.tensor([[[float("nan")]]])}, tmp_path / "model.safetensors")

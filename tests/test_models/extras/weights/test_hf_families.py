@@ -1,4 +1,4 @@
-"""Every family of transformers that is a ViT: in with its own outputs, and out again with its own bits."""
+"""Every ViT family of transformers: imports reproduce the original outputs, and exports the original bits."""
 
 import json
 
@@ -71,7 +71,7 @@ def test_rotary_positions_of_another_size_are_those_of_transformers(size, transf
         ("beit", "BeitForImageClassification", {"use_relative_position_bias": True}, "relative position biases"),
     ],
 )
-def test_a_model_that_is_not_our_vit_is_refused_with_the_reason(name, kind, fields, reason, transformers, tmp_path):
+def test_unsupported_model_is_refused_with_the_reason(name, kind, fields, reason, transformers, tmp_path):
     config = transformers_model(transformers, name).config
     config.update({**fields, "num_labels": 5})
     getattr(transformers, kind)(config).save_pretrained(tmp_path)

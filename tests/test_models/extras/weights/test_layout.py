@@ -1,4 +1,4 @@
-"""The names and shapes of stored tensors: what does not fit is listed, and refused."""
+"""Names and shapes of stored tensors: mismatches are listed and refused."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_what_does_not_fit_is_listed_key_by_key(tmp_path):
         ({"heads": 4}, r"query/kernel is 32x2x16, expected 32x4x8"),
     ],
 )
-def test_what_is_told_of_a_file_must_fit_it(told, message, tmp_path):
+def test_given_settings_must_match_the_file(told, message, tmp_path):
     models.save(random_model(), tmp_path / "good.npz", format="npz")
     with pytest.raises(ValueError, match=message):
         models.load(tmp_path / "good.npz", **told)

@@ -1,4 +1,4 @@
-"""Official .npz files: the originals' logits, their names in every generation, and files that lie."""
+"""Official .npz files: the originals' logits, tensor names of every generation, and misleading files."""
 
 import importlib
 import io
@@ -14,7 +14,7 @@ import models
 from tests.support.golden import GOLDEN, needs_golden
 from tests.support.weights import assert_logits, channels_first, equal_weights, random_model
 
-CASES = {  # file: tolerance, what the file cannot tell
+CASES = {  # file: tolerance, settings missing from the file
     "vit_tok_linen": (1e-5, {}),
     "vit_tok_prelinen_rep": (1e-5, {}),
     "vit_gap_smallact": (1e-5, {}),
@@ -64,7 +64,7 @@ def test_original_checkpoints_go_out_as_they_came_in(case, tmp_path):
     again = models.load(tmp_path / "out.npz", **told)
     assert again.config == original.config
     assert equal_weights(original, again)
-    if case not in ("vit_tok_prelinen_rep", "bv_gap_sincos_rep"):  # which come under older names, or a prefix
+    if case not in ("vit_tok_prelinen_rep", "bv_gap_sincos_rep"):  # stored under older names or with a prefix
         stored, written = np.load(GOLDEN / f"{case}.ckpt.npz"), np.load(tmp_path / "out.npz")
         assert set(stored.files) == set(written.files)
         assert all(np.array_equal(stored[key].squeeze(), written[key].squeeze()) for key in stored.files)

@@ -1,4 +1,4 @@
-"""The .pth files of DINOv2 and DINOv3: their outputs are those of transformers, and they are written again."""
+""".pth files of DINOv2 and DINOv3: outputs equal those of transformers, and exports equal the original files."""
 
 import re
 
@@ -11,7 +11,7 @@ from tests.support.foreign_vits import images_of, outputs_of, save_timm, transfo
 from tests.support.weights import assert_logits
 
 IMAGENET = (0.485, 0.456, 0.406)
-# The names in the repositories, by those in memory of transformers: its conversion scripts of DINOv2 and DINOv3.
+# Transformers' tensor names → the repositories' names, from its conversion scripts for DINOv2 and DINOv3.
 NAMES = (
     (r"^(model\.)?(encoder\.)?layers?\.", "blocks."),
     (r"^embeddings\.patch_embeddings\.(projection\.)?", "patch_embed.proj."),

@@ -1,4 +1,4 @@
-"""timm's files: its own models compute the same from ours, and ours from its."""
+"""timm's files: timm's models reproduce our outputs from our exports, and ours reproduce timm's from its files."""
 
 import json
 import math
@@ -81,7 +81,7 @@ def test_timm_opens_our_directory_and_agrees(options, timm, tmp_path):
     [
         {},
         {"img_size": (16, 24), "patch_size": (8, 4), "mlp_ratio": 2.5},
-        {"global_pool": "avg", "fc_norm": False},  # with a class token that is not pooled
+        {"global_pool": "avg", "fc_norm": False},  # with a class token, which the pooling excludes
         {"global_pool": "avg", "fc_norm": False, "reg_tokens": 2, "no_embed_class": True},
         {"global_pool": "avg", "fc_norm": False, "class_token": False},
         {"global_pool": "map", "reg_tokens": 2, "act_layer": "gelu_tanh"},

@@ -93,19 +93,19 @@ def test_immediate_saves_give_dalys_equation_20():
 
 
 def simulated(work_s: float, between_s: float, mtbf_s: float, draws: random.Random) -> float:
-    """Train to the end once, failure by failure, by the clock: an event loop that knows none of the formulas.
+    """Simulate one training run with random failures as an event loop, without any of the formulas.
 
-    Work goes on while a save is written; what counts after a failure is the last save that was wholly written.
+    Training continues while a save is written. After a failure it resumes from the last complete save.
     """
     clock = 0.0
-    kept = 0.0  # work in the newest save that is kept
+    kept = 0.0  # work in the newest complete save
     failure_at = draws.expovariate(1 / mtbf_s)
     while True:
         done = kept
         writing: tuple[float, float] | None = None  # (when it is kept, the work in it)
         has_failed = False
         while done < work_s:
-            # Until the next save begins, or the end.
+            # Train until the next save begins, or to the end.
             stretch = min(between_s - done % between_s if done % between_s else between_s, work_s - done)
             until = clock + stretch
             if writing is not None and writing[0] <= min(until, failure_at):
@@ -125,7 +125,7 @@ def simulated(work_s: float, between_s: float, mtbf_s: float, draws: random.Rand
         if not has_failed:
             return clock
         clock = failure_at
-        # A restart may fail too, and is then begun again.
+        # A restart may also fail, and is then repeated.
         while True:
             failure_at = clock + draws.expovariate(1 / mtbf_s)
             if failure_at > clock + NOTICE_S + TRIAL.until_steady_s:

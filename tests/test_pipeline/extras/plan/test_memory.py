@@ -34,7 +34,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def untraced(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here steps are really traced, into a folder of this session's own."""
+    """Trace steps for real, into a separate folder of this session."""
     folder = tmp_path_factory.getbasetemp() / "traces"
     monkeypatch.setenv("PATCHLINE_CACHE", str(folder))
 
@@ -49,7 +49,7 @@ def test_planned_memory_equals_the_allocated_memory(case):
 
 
 def count_collectives(rank: int, folder: str) -> None:
-    """Write down how many bytes more the allocator gives out during a collective, with 8 MiB of each."""
+    """Record the additional bytes allocated during each collective with 8 MiB."""
     counter = counting_allocator()
     counter.start_counting()
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
@@ -64,7 +64,7 @@ def count_collectives(rank: int, folder: str) -> None:
     }
     more = {}
     for name, collective in collectives.items():
-        # gloo's own thread gives back what the collective before has left.
+        # gloo's thread frees the memory of the previous collective.
         deadline = time.monotonic() + 60
         while counter.living_bytes() > 12 * MIB:
             assert time.monotonic() < deadline, f"{counter.living_bytes()} bytes live, expected {12 * MIB}"
@@ -101,7 +101,7 @@ def test_traced_gloo_buffers_equal_the_allocated_ones(tmp_path):
 
 
 def count_squared_error(folder: str) -> None:
-    """Write down what a mean squared error of 1 MiB takes: bytes at most, and kept while its result lives."""
+    """Record the memory of a mean squared error of 1 MiB: the peak, and the bytes kept while its result exists."""
     counter = counting_allocator()
     predictions = torch.zeros(MIB // 4, requires_grad=True)
     answers = torch.zeros(MIB // 4)
@@ -147,7 +147,7 @@ def test_memory_is_live_from_its_allocation_until_its_last_tensor_is_freed():
         live.enter("forward")
         hidden = torch.ones(4, 256) @ weight  # twice 4 KiB
         views = hidden[1:].view(-1, 16)
-        result = hidden.relu()  # keeps its own result for the backward pass, not what it was made from
+        result = hidden.relu()  # keeps its result for the backward pass, not its input
         del hidden
         live.enter("backward")
         result.sum().backward()
@@ -174,7 +174,7 @@ def test_traced_worker_has_all_fields_that_losses_use():
 
 @pytest.mark.parametrize("limit", range(30, 130, 7))
 def test_fewest_blocks_that_fit_are_found_with_few_traces(limit):
-    needed = [100, 104, *range(95, 0, -5)]  # to recompute one block alone saves nothing: it comes back whole
+    needed = [100, 104, *range(95, 0, -5)]  # recomputing a single block saves nothing
     looks = []
 
     def look(blocks: int) -> float:
@@ -193,7 +193,7 @@ def test_fewest_blocks_that_fit_are_found_with_few_traces(limit):
 
 @pytest.fixture
 def untraceable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step can be traced."""
+    """Make all traces fail."""
 
     def refuse(step: memory_traces.StepToTrace) -> MemoryTrace:
         raise memory_traces.TraceFailed("the step could not be traced: by hand")
@@ -229,7 +229,7 @@ def test_stage_that_does_not_fit_is_rejected_with_the_best_remedy_first(traced_b
         "  set one of these: pretrain.micro_batch=8 (needs 10.0 GiB); pretrain.checkpoint_blocks=2 (needs 16.7 GiB); "
         "pretrain.zero=2 (needs 17.0 GiB)",
     ]
-    # What just fits is offered.
+    # The largest fitting setting is suggested.
     with pytest.raises(ConfigError, match=r"set one of these: pretrain\.micro_batch=8 \(needs 10\.0 GiB\); "):
         check_fits(cfg, model, 2, 10 * GIB, is_gpu=True, name="pretrain")
     together = r"pretrain\.micro_batch=1 pretrain\.checkpoint_blocks=12 pretrain\.zero=3 together need 768\.0 MiB"

@@ -23,7 +23,7 @@ SMALL = TrainConfig(steps=1, micro_batch=4, batch_size=16)
 
 @pytest.fixture(autouse=True)
 def untraced(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here steps are really traced, into a folder of this session's own."""
+    """Trace steps for real, into a separate folder of this session."""
     folder = tmp_path_factory.getbasetemp() / "traces"
     monkeypatch.setenv("PATCHLINE_CACHE", str(folder))
 
@@ -39,7 +39,7 @@ def test_peak_moment_depends_on_the_micro_batch():
 
 @pytest.fixture
 def tracer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[memory_traces.StepToTrace]:
-    """The steps that the tracer is asked for; its traces begin with 7 bytes, and are kept in this test's folder."""
+    """Collect the steps that the fake tracer receives; its traces begin with 7 bytes. The cache is a test folder."""
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
     asked: list[memory_traces.StepToTrace] = []
 
@@ -56,11 +56,11 @@ def step_of(cfg: TrainConfig = SMALL, world: int = 2, accumulation: int = 2) -> 
 
 
 def test_every_training_field_is_traced_or_excluded_on_purpose() -> None:
-    """The step to trace lists its fields by hand: a forgotten one would be planned with its default, without a word."""
+    """Fields of a step to trace are listed by hand: a forgotten one would silently be planned with its default."""
     in_the_step = {"objective", "loss", "label_smoothing", "mixup", "polyak", "exact_parts", "precision", "zero"}
     in_the_step |= {"data", "optim", "steps", "micro_batch", "batch_size", "deepspeed"}
     beside_it = {"model", "init", "checkpoint_blocks"}  # as the model and the blocks recomputed
-    not_traced = {"thinning", "compile"}  # what is planned then is said (docs/design/memory.md)
+    not_traced = {"thinning", "compile"}  # excluded from the plan, as docs/design/memory.md states
     without_memory = {"new_head", "passes", "uneven", "seed", "evaluate_every", "evaluate_on", "probe", "log_every"}
     without_memory |= {
         "keep_best",
@@ -84,18 +84,18 @@ def test_every_training_field_is_traced_or_excluded_on_purpose() -> None:
 
 def test_trace_is_cached_by_everything_that_affects_it(tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def traced(step: memory_traces.StepToTrace) -> int:
-        """How many steps were traced for this one."""
+        """Return the number of traces made for this step."""
         before = len(tracer)
         memory_traces.trace_of(step)
         return len(tracer) - before
 
     assert traced(step_of()) == 1
     assert traced(step_of()) == 0
-    # The micro-batch, the rate and the length change nothing; nor does a fifth micro-batch.
+    # The micro-batch size, the learning rate, the length and a fifth micro-batch need no new trace.
     assert traced(step_of(dataclasses.replace(SMALL, micro_batch=8, steps=7), accumulation=5)) == 0
     for change in ({"zero": 3}, {"polyak": 0.9}, {"loss": "softmax"}, {"precision": "fp32"}, {"mixup": 0.1}):
         assert traced(step_of(dataclasses.replace(SMALL, **change))) == 1, change
-    # Of what is not 0 another value changes nothing; a head that decays otherwise is a group of its own.
+    # Other nonzero values need no new trace; a head with a different decay is a separate parameter group.
     for change in ({"polyak": 0.99}, {"mixup": 0.2}, {"optim": OptimConfig(lr=1.0, weight_decay=3.0, clip=7.0)}):
         assert traced(step_of(dataclasses.replace(SMALL, **change))) == 0, change
     for decay, count in ((None, 0), (0.1, 0), (3.0, 1), (2.0, 0), (0.0, 1)):
@@ -103,7 +103,7 @@ def test_trace_is_cached_by_everything_that_affects_it(tracer, tmp_path: Path, m
         assert traced(step_of(dataclasses.replace(SMALL, optim=optim))) == count, decay
     for options in ({"recomputed": 1}, {"is_gpu": True}, {"world": 4}):
         assert traced(dataclasses.replace(step_of(), **options)) == 1, options
-    # Other code, other libraries; and a file that was cut short, or in which a digit changed, is made anew.
+    # Changed code or libraries and truncated or altered files require a new trace.
     for name in ("digest_of_sources", "version"):
         with monkeypatch.context() as patch:
             patch.setattr(memory_traces, name, lambda *_: "another")
@@ -147,7 +147,7 @@ def test_least_recently_used_traces_are_deleted(tracer, monkeypatch: pytest.Monk
         os.utime(memory_traces.path_of(step), (number, number))
     memory_traces.trace_of(step_of(world=16))
     assert [memory_traces.cached_trace(step) is not None for step in steps] == [False, False, True, True]
-    # Of the two, one is asked for again: the other is the first to go.
+    # Use one of the two again: the other is then evicted first.
     for number, step in enumerate(steps[2:]):
         os.utime(memory_traces.path_of(step), (number, number))
     memory_traces.trace_of(steps[2])
@@ -157,7 +157,7 @@ def test_least_recently_used_traces_are_deleted(tracer, monkeypatch: pytest.Monk
 
 
 def test_plan_of_a_sweep_traces_each_distinct_step_once(tracer, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """16 runs of four models: what a step keeps does not depend on seeds, rates, or how much decays and is dropped."""
+    """16 runs of four models: a step's memory does not depend on seeds, rates, decay or dropout."""
     runs = {}
     for width, dropout, decay in itertools.product((48, 96), (0.0, 0.1), (0.03, 0.3)):
         fields = {"model.width": width, "model.dropout": dropout, "optim.lr": decay, "optim.weight_decay": decay}

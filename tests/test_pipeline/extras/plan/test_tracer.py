@@ -37,12 +37,12 @@ TINY = models.config_of("mu/8", 16, 10)
 
 
 def numbers(kib: int) -> Tensor:
-    """So many KiB of fp32."""
+    """Return a tensor of this many KiB in fp32."""
     return torch.zeros(kib * KIB // 4)
 
 
 def living(live: LiveBytes) -> dict[Kind, int]:
-    """Bytes that live now, by what they are for; those of which nothing lives are left out."""
+    """Return the allocated bytes by kind, without empty kinds."""
     sums: dict[Kind, int] = {}
     for _, kind, size in live.events:
         sums[kind] = sums.get(kind, 0) + size
@@ -50,7 +50,7 @@ def living(live: LiveBytes) -> dict[Kind, int]:
 
 
 class Collective:
-    """Takes the place of one of torch's operators between workers; `look` is called while it runs."""
+    """Replaces a torch collective; `look` is called while it runs."""
 
     def __init__(self, name: str, look: Any = None) -> None:
         self._name = name
@@ -124,7 +124,7 @@ def test_memory_has_the_kind_of_its_phase():
             (kinds[phase],) = living(live)
             del made
         live.enter("forward")
-        # ZeRO 3 gathers weights by hooks of the forward pass, in which no gradients are recorded.
+        # ZeRO 3 gathers weights in hooks of the forward pass, without recording gradients.
         with torch.no_grad():
             made = numbers(1)
         assert living(live) == {Kind.GATHERED: KIB}
@@ -143,7 +143,7 @@ def test_recomputation_in_the_backward_pass_creates_activations_and_may_stop_ear
         def forward(self, is_last: bool) -> Tensor:
             made = numbers(1)
             if is_last:
-                raise StopIteration  # as torch does, once everything that is needed is there
+                raise StopIteration  # as torch does after the last tensor it needs
             return made
 
     block = Block()
@@ -218,7 +218,7 @@ BUILT: Events = [
 
 
 def events_of_step(images: int) -> Events:
-    """A step by hand: activations take 7 bytes and 20 for each image, the gradient 60 and the optimizer 200 more."""
+    """Return a handmade step: activations take 7 bytes plus 20 per image, the gradient 60, the optimizer 200 more."""
     return [
         ("batch", Kind.IMAGES, 10 * images),
         ("forward", Kind.ACTIVATIONS, 7 + 20 * images),
@@ -283,14 +283,14 @@ def test_trace_depends_only_on_settings_that_affect_memory(tmp_path: Path):
     }
     for name, value in with_a_say.items():
         assert step_of(**{name: value}) != plain, name
-    # Whether gradients are clipped and weights decay has a say, at what norm and rate has none.
+    # It matters whether gradients are clipped and weights decay, but not at which norm and rate.
     for change in ({"name": "sgd"}, {"clip": 0.0}, {"weight_decay": 0.0}, {"head_weight_decay": 0.0}):
         assert step_of(optim=OptimConfig(**change)) != step_of(optim=OptimConfig()), change
     assert step_of(optim=OptimConfig(clip=7.0, lr=0.5, weight_decay=0.5)) == step_of(optim=OptimConfig(clip=1.0))
     without_a_say = {"steps": 7, "seed": 3, "save_every": 9, "data": DataConfig(train="another")}
     for name, value in without_a_say.items():
         assert step_of(**{name: value}) == plain, name
-    # A file of DeepSpeed's settings is told by what it says, not by its name alone.
+    # A DeepSpeed settings file is identified by its content, not only by its name.
     file = tmp_path / "ds.json"
     file.write_text("{}")
     before = step_of(deepspeed=str(file))
@@ -302,8 +302,8 @@ def test_trace_depends_only_on_settings_that_affect_memory(tmp_path: Path):
     ("world", "accumulation", "parts", "micro_batches"),
     [
         (2, 1, 0, 1),
-        (2, 5, 0, 2),  # a third adds to the same sums as the second
-        (2, 4, 8, 4),  # four parts here, a micro-batch each
+        (2, 5, 0, 2),  # a third one uses the same sums as the second
+        (2, 4, 8, 4),  # four parts here, one micro-batch each
         (2, 12, 8, 8),  # three each, of which two are traced
         (1, 4, 4, 4),
     ],
@@ -347,7 +347,7 @@ def test_failed_tracer_raises_an_error_and_caches_nothing(code, answer, stderr, 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[StepToTrace]:
-    """Steps need 8 GiB at the start and 1 later, and 1 GiB for each image, half of that with all blocks recomputed."""
+    """Let steps need 8 GiB at the start, 1 GiB later, and 1 GiB per image, or half if all blocks are recomputed."""
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
     steps_asked: list[StepToTrace] = []
 
@@ -371,7 +371,7 @@ def test_peak_at_startup_counts_and_is_described(asked):
         "in addition "
     )
     assert words.endswith("and about 300 MiB for Python, torch and other libraries")
-    # Later the most, with 16 images.
+    # The later peak, with 16 images.
     need = memory_need(dataclasses.replace(cfg, micro_batch=16, batch_size=16), model, 1, is_gpu=True)
     assert need.device_bytes == 17 * GIB
     words = memory.describe_need(need, is_gpu=True)
@@ -384,7 +384,7 @@ def test_each_decoding_process_prefetches_two_batches(asked):
     model = models.config_of("B/16", 224, 10)
     data = DataConfig(train="x", processes=3)
     cfg = TrainConfig(steps=1, micro_batch=4, batch_size=4, data=data)
-    # And on a CPU one of its batches is lent at a time to the step, which counts it as its own.
+    # On a CPU the step borrows one of these batches at a time, which already counts as the step's memory.
     assert memory_need(cfg, model, 1, is_gpu=False).loader == (3 * 3 - 1) * (602_112 + 32)
     alone = dataclasses.replace(cfg, data=dataclasses.replace(data, processes=0))
     assert memory_need(alone, model, 1, is_gpu=False).loader == 602_112 + 32

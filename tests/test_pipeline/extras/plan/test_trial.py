@@ -1,4 +1,4 @@
-"""Trial results from records made by hand, and their file."""
+"""Trial results from handwritten records, and their file."""
 
 import dataclasses
 from pathlib import Path
@@ -21,7 +21,7 @@ def report(step: int, steps: int, seconds: float, **changes: float) -> dict[str,
 RECORDS = [
     {"kind": "start", "time": 990.0, "world": 4, "hardware": "Abacus", "claimed": 980.0},
     report(1, 1, 10.0, time=997.0, memory_gb=3.0),  # from 987 on: the start took 7 s
-    report(5, 4, 9.0, time=1006.0),  # in all 19 s for what will take 10
+    report(5, 4, 9.0, time=1006.0),  # 19 s in total for steps that later take 10 s
     report(10, 5, 10.0),
     report(15, 5, 14.0, stalled_s=3.0, evaluated_s=1.0),
     {"kind": "checkpoint", "time": 1014.0, "step": 8, "stalled_s": 3.0, "took_s": 7.0},
@@ -64,7 +64,7 @@ def test_trial_is_read_as_written_and_rejected_if_modified(tmp_path: Path):
     assert read_trials(tmp_path, KEY) == trials
     assert read_trials(tmp_path, "d91ff90d" + "1" * 56) == [], "another key that begins alike"
     assert read_trials(tmp_path / "none", KEY) == []
-    # Written anew it takes the place of the one before.
+    # A new trial replaces the previous one.
     write_trial(tmp_path, dataclasses.replace(trials[0], commit="def"))
     assert read_trials(tmp_path, KEY)[0].commit == "def"
     path.write_text(path.read_text().replace('"def"', '"abc"'))

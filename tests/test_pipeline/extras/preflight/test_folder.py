@@ -13,7 +13,7 @@ pytestmark = pytest.mark.quick
 def test_driver_answers_requests_and_its_clock_is_measured(tmp_path, monkeypatch) -> None:
     clock = time.time
     here = threading.current_thread()
-    # The node's clock is an hour ahead of the driver's, which answers in a thread of its own.
+    # The node's clock is an hour ahead of the driver's; the driver answers in a separate thread.
     monkeypatch.setattr(time, "time", lambda: clock() + 3600 * (threading.current_thread() is here))
     with folders.answering(tmp_path):
         found_out = folders.report_on(tmp_path, "3")

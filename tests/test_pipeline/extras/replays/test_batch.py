@@ -1,4 +1,4 @@
-"""Step records of a stage belong to the right attempt and shards; the records are made by hand."""
+"""Step records of a stage belong to the right attempt and shards; the records are handwritten."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ A, B = ["train-000001.tar"], ["train-000002.tar"]
 
 
 def stage_of(*attempts: tuple[int, Sequence[str], int | None]) -> TrainedStage:
-    """A stage whose attempts started from a step, without shards, and reported up to a step; None: nothing."""
+    """Return a stage without shards from the first and last reported step of its attempts (None: no report)."""
     records: list[dict[str, Any]] = []
     for number, (start, drop, end) in enumerate(attempts, 1):
         head = {"attempt": number, "world": number, "time": 0.0}
@@ -41,7 +41,7 @@ def test_change_of_dropped_shards_within_a_range_is_rejected() -> None:
 
 
 def test_last_attempt_counts_for_repeated_steps() -> None:
-    # The second attempt falls back to step 4, and its steps 5 to 8 go on; what the first made of them is lost.
+    # The second attempt falls back to step 4. Its steps 5 to 8 count; those of the first attempt are lost.
     stage = stage_of((0, A, 10), (4, B, 8), (8, A, 12))
     assert [stage.step_records[step].attempt for step in range(1, 13)] == [1] * 4 + [2] * 4 + [3] * 4
     assert stage.config_at(5, 8).data.drop == tuple(B)

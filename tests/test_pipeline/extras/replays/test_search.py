@@ -5,9 +5,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from pipeline.extras.replays.search import culprits
+from pipeline.extras.replays.search import culprits, is_spike, limit_of
 
 pytestmark = pytest.mark.quick
+
+
+def test_a_spike_exceeds_twice_the_usual_value_and_its_limit_is_the_midpoint_on_a_log_scale() -> None:
+    assert [is_spike(value, 0.4) for value in (0.5, 0.8, 0.81, math.inf)] == [False, False, True, True]
+    assert limit_of(40.0, 0.4) == pytest.approx(4.0)  # ten times the usual value, a tenth of the spike
+    assert limit_of(math.inf, 0.4) == pytest.approx(4.0), "ten times the usual value, as while training"
 
 
 @pytest.mark.parametrize("value", [math.inf, 40.0])

@@ -27,7 +27,7 @@ def test_masked_sample_is_excluded_from_the_mean_and_marked_in_the_ledger() -> N
 
 
 def masking(planned: Ids, *ranges: Sequence[int]) -> Any:
-    """Return what of a worker decides on a step's samples: its order, and a hook that masks these ranges."""
+    """Return a fake worker with an order of samples and a hook that masks these ranges."""
     order = SimpleNamespace(batch=lambda step: planned)
     hook = Masking(TrainConfig(steps=10), cast(Any, None), masked=ranges)
     return SimpleNamespace(data=SimpleNamespace(order=order), hooks=[hook])
