@@ -10,6 +10,7 @@ from data.extras.leaks.signature import (
     MIRRORED,
     STEP,
     boxes_of,
+    grey_of,
     intervals,
     pixel_digest,
     signature,
@@ -83,3 +84,13 @@ def test_pixel_digest_does_not_depend_on_lossless_encoding():
     uncompressed = cv2.imencode(".png", image, [cv2.IMWRITE_PNG_COMPRESSION, 0])[1].tobytes()
     assert pixel_digest(encoded(image)) == pixel_digest(uncompressed)
     assert pixel_digest(encoded(image)) != pixel_digest(encoded(image[:-1]))
+
+
+@pytest.mark.parametrize("denominator", [1, 2, 4, 8])
+def test_a_large_jpeg_is_decoded_at_a_reduced_scale_and_keeps_its_signature(denominator):
+    """A signature needs 128 pixels."""
+    image = cv2.resize(painting(3), (160 * denominator, 128 * denominator), interpolation=cv2.INTER_CUBIC)
+    assert grey_of(encoded(image, ".jpg")).shape == (128, 160)
+    jpeg = signature(encoded(image, ".jpg")).crops[0].astype(np.float32)
+    png = signature(encoded(image)).crops[0].astype(np.float32)
+    assert jpeg @ png > 0.99

@@ -176,6 +176,8 @@ def test_without_an_empty_list_the_run_is_reproduced(folder: Path) -> None:
     record = artifacts.read_record(folder / "none" / "audit.json")
     assert record["equals_run"]
     assert record["metrics"] == record["metrics_with"]
+    text = (folder / f"{list(COMMANDS).index('empty')}.log").read_text()
+    assert text.count(" with them (difference +0.0000)") == len(record["metrics"]) > 0
 
 
 def test_a_run_without_samples_equals_a_run_that_never_saw_them(folder: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import models
+from models.extras.weights.layout import with_learned_positions, without_slots
 from tests.support.weights import random_model
 
 
@@ -62,3 +63,23 @@ def test_what_a_foreign_file_has_and_we_have_not_is_refused(format, extra, descr
     (tmp_path / "config.json").write_text(json.dumps({**config, **described}))
     with pytest.raises(ValueError, match=message):
         models.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("form", "convert", "entries"),
+    [
+        # Four patches, and an entry for each prefix token.
+        ({"class_slot": False}, lambda state, config: with_learned_positions(state, config, 1), 5),
+        ({"positions": "sincos2d"}, lambda state, config: with_learned_positions(state, config, 1), 5),
+        ({}, without_slots, 4),
+        ({"registers": 2}, without_slots, 4),
+    ],
+)
+def test_models_with_and_without_position_entries_of_prefix_tokens_agree(form, convert, entries):
+    model = random_model(**form)
+    state, config = convert(model.state_dict(), model.config)
+    assert state["positions.0.table"].shape == (1, entries, 32)
+    converted = models.from_config(config).eval()
+    converted.load_state_dict(state)
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(converted(images), model(images))

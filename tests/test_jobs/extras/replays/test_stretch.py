@@ -1,0 +1,42 @@
+"""The steps that a replay may begin and end at; test_replays.py repeats them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from data.errors import UsageError
+from jobs.extras.replays.stretch import Replays
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def replays() -> Replays:
+    """Replays of a run with commits of steps 8 and 16."""
+    replays = Replays.__new__(Replays)
+    replays.stage = SimpleNamespace(commits={8: "step-8", 16: "step-16"})  # type: ignore[assignment]
+    replays.name = "pretrain"
+    return replays
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 8), (0, 16), (8, 16)])
+def test_steps_between_two_commits_can_be_repeated(first, last, replays) -> None:
+    assert replays.between(first, last) == (first, last)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "message"),
+    [
+        (4, 16, "--from 4 --to 16: expected the steps of two commits of pretrain: 0, 8, 16"),
+        (8, 12, "--from 8 --to 12: expected the steps of two commits"),
+        (None, 16, "--from None --to 16: expected the steps of two commits"),
+        (8, None, "--from 8 --to None: expected the steps of two commits"),
+        (0, 0, "--from 0 --to 0: expected the steps of two commits"),
+        (8, 8, "--from 8 --to 8: --to must be a later step"),
+        (16, 8, "--from 16 --to 8: --to must be a later step"),
+    ],
+)
+def test_other_steps_are_refused(first, last, message, replays) -> None:
+    with pytest.raises(UsageError) as error:
+        replays.between(first, last)
+    assert message in str(error.value)
