@@ -52,8 +52,14 @@ RUNS = "tests/test_checkpoint_runs.py::test_"
 ENGINE = "tests/test_pipeline/engine/test_engine.py"
 TWIN = "tests/test_pipeline/test_twin.py"
 SHORT = ("tests/test_short_ways.py", "tests/test_pipeline/test_train.py")
-STOPS = (f"{RUNS}a_stop_", f"{RUNS}a_signal", f"{RUNS}an_evaluation_that_fails", f"{RUNS}a_stage_does_not_end")
-SAVES = (f"{RUNS}failed_saves", f"{RUNS}a_rank_killed", f"{RUNS}too_many_failed", f"{RUNS}a_commit_implies")
+STOPS = (
+    f"{RUNS}a_stop_",
+    f"{RUNS}stop_",
+    f"{RUNS}a_signal",
+    f"{RUNS}an_evaluation_that_fails",
+    f"{RUNS}a_stage_does_not_end",
+)
+SAVES = (f"{RUNS}failed_saves", f"{RUNS}all_ranks_agree", f"{RUNS}too_many_failed", f"{RUNS}a_commit_implies")
 OF_CHECKPOINTS = "tests/test_pipeline/checkpoints"
 OF_FILES = tuple(f"{OF_CHECKPOINTS}/test_{name}.py" for name in ("stage_checkpoints", "manifest", "restore", "crash"))
 CHECKPOINTS = (*SHORT, *OF_FILES, *SAVES)
@@ -88,7 +94,7 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
         f"{RUNS}the_time_of_a_run",
         *CAMPAIGN,
     ),
-    "pipeline/monitoring/watchdog.py": (f"{RUNS}a_run_that_hangs", f"{RUNS}who_runs_out"),
+    "pipeline/monitoring/watchdog.py": (f"{RUNS}hung_run", f"{RUNS}who_runs_out"),
     "pipeline/optimization.py": (
         ENGINE,
         *SHORT,
