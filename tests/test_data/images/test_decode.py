@@ -136,7 +136,7 @@ def boxes(number: int, height: int, width: int, cfg: AugmentConfig) -> tuple[int
 def test_the_example_at_the_top_of_the_module_is_what_happens(monkeypatch):
     story = augmentation.__doc__
     y, x, h, w = boxes(8, 300, 400, AugmentConfig())
-    assert f"the box has y {y}, x {x}, height {h}, width {w}, and will be flipped" in story
+    assert f"the box has y {y}, x {x}, height {h}, width {w}, and the image will be flipped" in story
     shapes = []
 
     def noted(encoded: bytes, denominator: int, region: tuple[int, int, int, int]) -> np.ndarray:

@@ -218,7 +218,7 @@ def test_damage_is_refused_or_collected_and_the_printed_command_removes_it(tmp_p
     assert [record["step"] for record in records] == [0, 4, 4, 8, 8]
     assert not any("crc" in record for record in records)
 
-    command = str(error.value).rpartition("type: ")[2]
+    command = str(error.value).rpartition("run: ")[2]
     subprocess.run(command, shell=True, check=True)
     assert path.read_bytes().splitlines() == lines[:2] + lines[3:]
     assert len(read_metrics(tmp_path, None)) == 5

@@ -104,6 +104,14 @@ def test_a_different_notation_is_not_a_difference(tmp_path, capsys, recipe, word
     assert subjects(lines) == []
 
 
+def test_default_scale_of_positions_with_map_pooling_is_big_visions(tmp_path, capsys):
+    """big_vision models/vit.py, get_posemb: 1 / √768 for ViT-B."""
+    mine = write_variant(tmp_path, I1K, "pretrain.model.pool=map")
+    for std, expected in ((0.03608439182435161, []), (0.02, ["position embeddings"])):
+        overrides = ["pretrain.model.pool=map", f"pretrain.model.position_std={std}"]
+        assert subjects(lines_of(capsys, mine, write_variant(tmp_path, I1K, *overrides, name="o.yaml"))) == expected
+
+
 def test_differences_are_sorted_by_consequence_and_slight_ones_come_last(tmp_path, capsys):
     changes = ["pretrain.seed=3", "pretrain.passes=299", "pretrain.loss=softmax", "pretrain.batch_size=1024"]
     lines = lines_of(capsys, write_variant(tmp_path, I1K, *changes, "pretrain.model.name=B/32"), I1K)

@@ -183,6 +183,7 @@ def test_the_first_different_step_and_its_cause_are_found(tmp_path, shards, plan
     assert difference.step == step
     assert difference.losses == (LOSSES[step - 1], losses[step - 1])
     assert next((cause.name for cause in difference.causes), None) == cause
+    assert ("another order of summation can explain" in difference.reason) == (by < 1e-4)
 
 
 def test_while_the_loss_is_constant_a_different_model_is_suspected_before_a_learning_rate(tmp_path, shards):

@@ -105,6 +105,7 @@ NEXT = {"kind": "pretrain", "init": "@trunk", "begin": 16, "steps": 24, "law": "
     ("changes", "message"),
     [
         ({"cool.begin": 12}, "steps with keep_every=8 and save_every=8\n  set trunk.keep_every=12"),
+        ({"trunk.keep_every": 0}, "keeps no checkpoint of this step: it trains 24 steps with keep_every=0 and save_ev"),
         ({"cool.steps": 8}, "begins at step 8 and ends at step 8"),
         ({"cool.seed": 1}, "but these values differ: seed: 0 → 1"),
         ({"cool.model": {"dropout": 0.5}}, "but these values differ: model.dropout: 0.1 → 0.5"),
