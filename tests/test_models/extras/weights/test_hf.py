@@ -101,3 +101,16 @@ def test_scores_of_transformers_are_those_of_the_loss(loss, classes, transformer
 def test_model_without_classes_has_no_problem_type(tmp_path):
     models.save(random_model(classes=0), tmp_path, format="hf", loss="sigmoid")
     assert "problem_type" not in json.loads((tmp_path / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"positions_at": "shared"}, "transformers' ViT has no learned positions at shared"),
+        ({"positions": "relative"}, "transformers' ViT has no relative positions at every"),
+    ],
+)
+def test_positions_after_the_stem_are_not_written(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        models.save(random_model(**options), tmp_path / "hf", format="hf")
+    assert not list(tmp_path.rglob("*.safetensors"))
