@@ -202,6 +202,10 @@ def run(folder: Path, prefixes: list[str]) -> None:
                 files.append(file)
                 excluded += baseline["failed"]
                 planned_s += baseline["seconds"]
+        # Pytest would fail without running a test, which would count as a kill.
+        missing = [file for file in files if not (repository / file).exists()]
+        if missing:
+            raise FileNotFoundError(f"{', '.join(missing)} are missing in {repository}\n  delete it to copy it again")
         target = repository / mutant["path"]
         original = target.read_text()
         target.write_text((folder / "texts" / f"{number}.py").read_text())
