@@ -236,7 +236,7 @@ def test_missing_and_truncated_files_of_a_packed_data_set_are_detected_before_us
     assert not list((tmp_path / "my run").glob("pretrain-*"))
 
     # After the printed command, the recipe packs the same data set again.
-    subprocess.run(message.partition("again, type\n  ")[2].splitlines()[0], shell=True, check=True)
+    subprocess.run(message.partition("again, run\n  ")[2].splitlines()[0], shell=True, check=True)
     assert main(["run", str(recipe)]) == 0
     assert load_index(index).digest == digest
     assert tar.read_bytes() == content
