@@ -79,7 +79,7 @@ def files_with(text: str, folder: Path) -> list[str]:
 
 
 def test_run_keeps_values_of_the_environment_out_of_its_records(recipe, tmp_path, shards, monkeypatch, capsys) -> None:
-    place = tmp_path / "private place of ada"
+    place = tmp_path / "private place of otto"
     shutil.copytree(shards, place)
     changes = ["pretrain.steps=8"]
     for name, part in (("train", "train"), ("evaluate", "test")):
@@ -112,7 +112,7 @@ def test_run_keeps_values_of_the_environment_out_of_its_records(recipe, tmp_path
     (change,) = config.differences(recorded(before), forbidden_fields(loaded.stage("pretrain")))
     assert change.startswith("data.train: ")
     assert "${oc.env:PLACE}/train" in change
-    assert "ada" not in change
+    assert "otto" not in change
     assert "bob" not in change
     with pytest.raises(DataError, match=r"PLACE is not set, or has another value than when it was recorded"):
         _ = TrainedStage(stage).job
