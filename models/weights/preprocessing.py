@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,14 +83,9 @@ class Preprocessing:
             if sides[0] != sides[1]:
                 raise ValueError(f"timm evaluates with a centre crop of {size[0]}×{size[1]}, which is not a square")
             resize = sides[0]
-        return cls(
-            ops=pillow_ops(resize, interpolation, size, "center_crop"),
-            size=size,
-            resize=resize,
-            interpolation=named_filter(interpolation),
-            mean=tuple(described.get("mean") or IMAGENET_MEAN),
-            std=tuple(described.get("std") or IMAGENET_STD),
-        )
+        mean = described.get("mean") or IMAGENET_MEAN
+        std = described.get("std") or IMAGENET_STD
+        return cls.by_pillow(resize, interpolation, size, "center_crop", mean, std)
 
     @classmethod
     def from_hf(cls, described: Mapping[str, Any]) -> Preprocessing:
@@ -124,16 +119,25 @@ class Preprocessing:
         smallest = resize if isinstance(resize, tuple) else (resize, resize)
         if smallest[0] < size[0] or smallest[1] < size[1]:
             raise ValueError(f"images are padded from {smallest[0]}×{smallest[1]} to {size[0]}×{size[1]}")
+        mean = described.get("image_mean") or mean
+        std = described.get("image_std") or std
         if not described.get("do_normalize", True):
-            described = {**described, "image_mean": (0.0, 0.0, 0.0), "image_std": (1.0, 1.0, 1.0)}
-        return cls(
-            ops=pillow_ops(resize, interpolation, size, "central_crop"),
-            size=size,
-            resize=resize,
-            interpolation=named_filter(interpolation),
-            mean=tuple(described.get("image_mean") or mean),
-            std=tuple(described.get("image_std") or std),
-        )
+            mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+        return cls.by_pillow(resize, interpolation, size, "central_crop", mean, std)
+
+    @classmethod
+    def by_pillow(
+        cls,
+        resize: int | tuple[int, int],
+        interpolation: str,
+        size: tuple[int, int],
+        crop: str,
+        mean: Iterable[float],
+        std: Iterable[float],
+    ) -> Preprocessing:
+        """Return a resize by one of Pillow's filters, the op `crop` to `size`, and a normalisation."""
+        ops = pillow_ops(resize, interpolation, size, crop)
+        return cls(ops, size, resize, named_filter(interpolation), tuple(mean), tuple(std))
 
     def at_size(self, size: tuple[int, int]) -> Preprocessing:
         """Return the same preprocessing for another model size, keeping the same fraction of the image.

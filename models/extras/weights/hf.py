@@ -19,13 +19,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
 from models.configs import ConfigFields, ModelConfig, ViTConfig
 from models.extras.weights.hf_families import FAMILIES, TWO_TOWERS, Family
-from models.extras.weights.layout import ForeignConfig, read, vit_config, with_learned_positions, without_slots, write
+from models.extras.weights.layout import (
+    ForeignConfig,
+    read,
+    unlearnable_positions,
+    vit_config,
+    with_learned_positions,
+    write,
+)
 
 UNNAMED = "LABEL_{}"  # how transformers names a class without a name
 # problem_type selects sigmoid or softmax in transformers' pipeline, and the loss if labels are passed.
@@ -137,41 +143,35 @@ def save(
         families.insert(0, FAMILIES[model_type])
     nearest: tuple[int, str] | None = None
     for family in families:
-        reasons, learned = reasons_against(family, config)
+        reasons = reasons_against(family, config)
         if not reasons:
-            return tensors_of(family, state, config, learned, class_names, loss)
+            return tensors_of(family, state, config, class_names, loss)
         if nearest is None or len(reasons) < nearest[0]:
             nearest = (len(reasons), f"transformers' {family.title} has no {', no '.join(reasons)}")
     assert nearest is not None
     raise ValueError(f"{nearest[1]}; save as npz or safetensors")
 
 
-def reasons_against(family: Family, config: ViTConfig) -> tuple[list[str], ViTConfig]:
-    """Return what a family cannot compute of a config, and the config as its file stores it."""
-    reasons: list[str] = []
-    learned = config
-    if config.positions not in ("none", "learned"):
-        learned = replace(config, positions="learned", class_slot=True)
-    if config.positions != "none":
-        # The number of prefix tokens with an entry is the family's: entries can be added or removed (`tensors_of`).
-        learned = replace(learned, class_slot=family.slots > 0)
-    if config.positions_at != "stem" or config.positions == "relative":
-        reasons.append(f"{config.positions} positions at {config.positions_at}")
+def reasons_against(family: Family, config: ViTConfig) -> list[str]:
+    """Return the parts of a model that a family cannot compute."""
+    reasons = unlearnable_positions(config)
     if config.classes and family.classifier is None:
         reasons.append("classifier with such a head (it has none with classes=0)")
-    return reasons + family.differences(learned), learned
+    return reasons + family.differences(config)
 
 
 def tensors_of(
     family: Family,
     state: dict[str, Tensor],
     config: ViTConfig,
-    learned: ViTConfig,
     class_names: Sequence[str],
     loss: str | None,
 ) -> tuple[dict[str, Tensor], str]:
     """Return tensors and config.json of a family for a config without `reasons_against` it."""
-    described = {"architectures": [family.classifier if config.classes else family.bare], **family.describe(learned)}
+    described = {
+        "architectures": [family.classifier if config.classes else family.bare],
+        **family.describe(family.as_stored(config)),
+    }
     described["dtype"] = "float32"
     is_projection = family.head == "visual_projection."
     if config.classes and not is_projection:
@@ -186,8 +186,6 @@ def tensors_of(
         if loss is not None or config.classes == 1:
             described["problem_type"] = PROBLEM_TYPES[loss or "sigmoid"]
     described = family.in_full(described)
-    if config.position_slots > family.slots:
-        state, config = without_slots(state, config)
     state, learned = with_learned_positions(state, config, family.slots)
     prefix = family.prefix if config.classes else family.bare_prefix
     known = family.known(family.describe(learned))

@@ -16,7 +16,7 @@ A family is a class, because each reads and writes its config.json in its own wa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from models.catalog import Shape
 from models.configs import ConfigFields, ModelConfig, ViTConfig, checked
-from models.extras.weights.layout import ForeignConfig, Layout
+from models.extras.weights.layout import ForeignConfig, Layout, differing_fields
 from models.weights.preprocessing import CLIP_MEAN, CLIP_STD, HALF, IMAGENET_MEAN, IMAGENET_STD
 
 Rules = tuple[tuple[str, str], ...]
@@ -38,8 +38,6 @@ ACTIVATIONS = {  # theirs: ours
     "quick_gelu": "quick_gelu",
 }
 THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu"}  # ours: theirs
-# Fields that have no effect on what a trained model computes, or that the image processor describes.
-UNCOMPUTED = ("dropout", "drop_path", "head_bias", "position_std", "pixel_mean", "pixel_std")
 
 
 def packed(name: str, parts: tuple[str, str, str], has_key_bias: bool = True) -> Packed:
@@ -87,6 +85,7 @@ class Family:
     pooler = True  # whether a bare model has a tanh layer, our representation
     parts = (".query.", ".key.", ".value.")
     unread: tuple[str, ...] = ()  # keys, as regular expressions, that take no part in the features of an image
+    undescribed: tuple[str, ...] = ()  # fields of ViT's config.json that this family's does not have
 
     def known(self, described: ForeignConfig) -> ConfigFields:
         """Return the config fields that a config.json gives. Raises ValueError if we cannot compute the model."""
@@ -131,7 +130,7 @@ class Family:
 
     def describe(self, config: ViTConfig) -> ForeignConfig:
         """Return the fields of a config.json that make transformers compute this model."""
-        return {
+        described = {
             "model_type": self.model_type,
             "hidden_size": config.width,
             "num_hidden_layers": config.depth,
@@ -149,6 +148,7 @@ class Family:
             "pooler_output_size": config.representation or config.width,
             "pooler_act": "tanh",
         }
+        return {name: value for name, value in described.items() if name not in self.undescribed}
 
     def in_full(self, described: ForeignConfig) -> ForeignConfig:
         """Return the whole config.json of a model whose part for images is `described`."""
@@ -156,11 +156,18 @@ class Family:
 
     def fixed(self, config: ViTConfig) -> ConfigFields:
         """Return the fields that this family always has, or that its files tell by a parameter that may be absent."""
-        # A ViTModel has a pooler, a classifier has none.
-        return {"representation": None if config.classes else config.representation}
+        # A bare model of a family with a pooler has one, a classifier has none.
+        return {"representation": None if config.classes else config.representation} if self.pooler else {}
+
+    def as_stored(self, config: ViTConfig) -> ViTConfig:
+        """Return the config as in a file of this family: positions are one learned table with the family's entries."""
+        if config.positions == "none":
+            return config
+        return replace(config, positions="learned", class_slot=self.slots > 0)
 
     def differences(self, config: ViTConfig) -> list[str]:
-        """Return what of a config, whose positions are learned, transformers' model of this family does not compute."""
+        """Return the parts of a model that transformers' model of this family does not compute."""
+        config = self.as_stored(config)
         sizes = ("image_size", "patch", "classes", "width", "depth", "mlp", "heads")
         values: ConfigFields = {name: getattr(config, name) for name in sizes}
         try:
@@ -168,19 +175,7 @@ class Family:
             theirs = checked(ViTConfig, values)
         except ValueError as error:
             return [str(error)]
-        reasons = []
-        for field in fields(ViTConfig):
-            ours = getattr(config, field.name)
-            differs = getattr(theirs, field.name) != ours
-            # Only its initial value may differ.
-            if field.name == "layer_scale" and theirs.layer_scale is not None:
-                differs = ours is None
-            # Without a table or a prefix token, nothing has an entry.
-            has_no_entry = config.positions == "none" or not config.prefix_tokens
-            is_uncomputed = field.name in UNCOMPUTED or (field.name == "class_slot" and has_no_entry)
-            if differs and not is_uncomputed:
-                reasons.append(named(field.name, ours))
-        return reasons
+        return [named(name, getattr(config, name)) for name in differing_fields(theirs, config)]
 
 
 def named(field: str, value: object) -> str:
@@ -237,9 +232,6 @@ class MaskedAutoencoder(Family):
     pixels = (IMAGENET_MEAN, IMAGENET_STD)
     unread = (r"^decoder\.", r"mask_token$")
 
-    def fixed(self, config: ViTConfig) -> ConfigFields:
-        return {}
-
 
 class DINOv2(Family):
     """DINOv2: LayerScale, and SwiGLU in the largest model."""
@@ -259,6 +251,7 @@ class DINOv2(Family):
         (r"^norm\.", "layernorm."),
     )
     unread = (r"mask_token$",)
+    undescribed = ("intermediate_size",)
 
     def layout(self, prefix: str, known: ConfigFields) -> Layout:
         layout = super().layout(prefix, known)
@@ -290,7 +283,6 @@ class DINOv2(Family):
     def describe(self, config: ViTConfig) -> ForeignConfig:
         is_gated = config.activation == "swiglu"
         described = super().describe(config)
-        del described["intermediate_size"]
         return {
             **described,
             "hidden_act": "gelu" if is_gated else described["hidden_act"],
@@ -299,9 +291,6 @@ class DINOv2(Family):
             "layerscale_value": config.layer_scale or 1.0,
             "use_mask_token": True,
         }
-
-    def fixed(self, config: ViTConfig) -> ConfigFields:
-        return {}
 
 
 def mlp_ratio(hidden: int, width: int, is_gated: bool) -> float:
@@ -383,6 +372,7 @@ class DINOv3(Family):
     )
     parts = (".q_proj.", ".k_proj.", ".v_proj.")
     unread = (r"mask_token$",)
+    undescribed = ("hidden_dropout_prob", "attention_probs_dropout_prob", "qkv_bias", "pooler_act")
 
     def known(self, described: ForeignConfig) -> ConfigFields:
         values = {**self.defaults, **described}
@@ -425,8 +415,6 @@ class DINOv3(Family):
         is_gated = config.activation == "swiglu"
         biases = {ours: theirs for theirs, ours in QKV_BIASES.items()}[config.qkv_bias]
         described = super().describe(config)
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "qkv_bias", "pooler_act"):
-            del described[name]
         return {
             **described,
             "hidden_act": "silu" if is_gated else described["hidden_act"],
@@ -479,6 +467,7 @@ class CLIP(Family):
     )
     parts = (".q_proj.", ".k_proj.", ".v_proj.")
     unread = (r"^text_model\.", r"^text_projection\.", r"^logit_(scale|bias)$", r"position_ids$")
+    undescribed = (*DINOv3.undescribed, "pooler_output_size")
 
     def known(self, described: ForeignConfig) -> ConfigFields:
         return {**super().known(described), "pre_norm": True, "patch_bias": False}
@@ -497,11 +486,11 @@ class CLIP(Family):
                 "supported\n  to import it without its head, set classes=0"
             )
         weight = stored.get("visual_projection.weight")
-        if weight is not None:
-            stored = {**stored, "visual_projection.bias": weight.new_zeros(len(weight))}
         table = stored.get(f"{prefix}embeddings.position_embedding.weight")
         token = stored.get(f"{prefix}embeddings.class_embedding")
         stored = dict(stored)
+        if weight is not None:
+            stored["visual_projection.bias"] = weight.new_zeros(len(weight))
         if table is not None:
             stored[f"{prefix}embeddings.position_embedding.weight"] = table[None]
         if token is not None:
@@ -519,14 +508,11 @@ class CLIP(Family):
         return tensors
 
     def describe(self, config: ViTConfig) -> ForeignConfig:
-        described = super().describe(config)
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "qkv_bias", "pooler_act"):
-            del described[name]
-        del described["pooler_output_size"]
-        return {**described, "attention_dropout": 0.0, "projection_dim": config.classes or config.width}
-
-    def fixed(self, config: ViTConfig) -> ConfigFields:
-        return {}
+        return {
+            **super().describe(config),
+            "attention_dropout": 0.0,
+            "projection_dim": config.classes or config.width,
+        }
 
 
 class SigLIP(CLIP):
@@ -628,6 +614,7 @@ class BEiT(Family):
         (r"^prefix\.registers$", "embeddings.cls_token"),  # a class token that is not pooled is a register
     )
     unread = (r"mask_token$", r"relative_position_index$")
+    undescribed = ("qkv_bias", "pooler_act", "pooler_output_size")
 
     def known(self, described: ForeignConfig) -> ConfigFields:
         if described.get("use_relative_position_bias") or described.get("use_shared_relative_position_bias"):
@@ -647,11 +634,8 @@ class BEiT(Family):
         return packed(".qkv.", self.parts, has_key_bias=False)
 
     def describe(self, config: ViTConfig) -> ForeignConfig:
-        described = super().describe(config)
-        for name in ("qkv_bias", "pooler_act", "pooler_output_size"):
-            del described[name]
         return {
-            **described,
+            **super().describe(config),
             "use_absolute_position_embeddings": config.positions != "none",
             "use_relative_position_bias": False,
             "use_shared_relative_position_bias": False,
@@ -660,9 +644,6 @@ class BEiT(Family):
             "layer_scale_init_value": config.layer_scale or 0.0,
             "drop_path_rate": config.drop_path,
         }
-
-    def fixed(self, config: ViTConfig) -> ConfigFields:
-        return {}
 
 
 FAMILIES: dict[str, Family] = {

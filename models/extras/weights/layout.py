@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ from models.configs import SIZES, ConfigFields, ModelConfig, ViTConfig, checked,
 from models.vit import position_table
 
 ForeignConfig = dict[str, Any]  # a parsed config.json of another library, with any fields
+# Fields that have no effect on what a trained model computes, or that the preprocessing describes.
+UNCOMPUTED = ("dropout", "drop_path", "head_bias", "position_std", "pixel_mean", "pixel_std")
 CHANNELS_PER_HEAD = 64  # in every variant of the paper's table 1 except H
 
 
@@ -116,9 +118,14 @@ def write(state: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict
 def with_learned_positions(
     state: dict[str, Tensor], config: ViTConfig, slots: int
 ) -> tuple[dict[str, Tensor], ViTConfig]:
-    """Return an equivalent model with one learned table, in which `slots` prefix tokens have an entry."""
+    """Return an equivalent model with one learned table, in which `slots` prefix tokens have an entry.
+
+    If more prefix tokens have an entry, all entries of prefix tokens are added to their tokens first.
+    """
     if config.positions == "none":
         return state, config
+    if config.position_slots > slots:
+        state, config = without_slots(state, config)
     # A prefix token without an entry gets nothing added; an entry of zeros is equivalent.
     missing_slots = slots - config.position_slots
     table = F.pad(position_table(state, config), (0, 0, missing_slots, 0))
@@ -128,6 +135,30 @@ def with_learned_positions(
             learned[name] = tensor
     learned["positions.0.table"] = table
     return learned, replace(config, positions="learned", class_slot=slots > 0)
+
+
+def unlearnable_positions(config: ViTConfig) -> list[str]:
+    """Return why a learned table cannot replace a model's positions; an empty list if `with_learned_positions` can."""
+    if config.positions_at != "stem" or config.positions == "relative":
+        return [f"{config.positions} positions at {config.positions_at}"]
+    return []
+
+
+def differing_fields(theirs: ViTConfig, ours: ViTConfig) -> list[str]:
+    """Return the names of the fields in which another library's model would compute something else than ours."""
+    # Without a table or a prefix token, nothing has an entry.
+    has_no_entry = ours.positions == "none" or not ours.prefix_tokens
+    names = []
+    for field in fields(ViTConfig):
+        differs = getattr(theirs, field.name) != getattr(ours, field.name)
+        # Only the initial value of LayerScale may differ.
+        if field.name == "layer_scale":
+            differs = (theirs.layer_scale is None) != (ours.layer_scale is None)
+        if field.name in UNCOMPUTED or (field.name == "class_slot" and has_no_entry):
+            continue
+        if differs:
+            names.append(field.name)
+    return names
 
 
 def without_slots(state: dict[str, Tensor], config: ViTConfig) -> tuple[dict[str, Tensor], ViTConfig]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,9 +29,9 @@ from models.extras.weights.layout import (
     ForeignConfig,
     Layout,
     read,
+    unlearnable_positions,
     vit_config,
     with_learned_positions,
-    without_slots,
     write,
 )
 from models.weights.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
@@ -202,16 +201,9 @@ def save(state: dict[str, Tensor], config: ModelConfig, path: Path) -> None:
         reasons.append(f"norm_eps={config.norm_eps}")
     if config.heads != heads_of(config.width):
         reasons.append(f"{config.heads} heads at width {config.width}")
-    if config.positions_at != "stem" or config.positions == "relative":
-        reasons.append(f"{config.positions} positions at {config.positions_at}")
-    learned = config
-    if config.positions != "none":
-        learned = replace(config, positions="learned", class_slot=family.slots > 0)
-    reasons += family.differences(learned)
+    reasons += unlearnable_positions(config) + family.differences(config)
     if reasons:
         raise ValueError(f"{family.title} has no {', no '.join(reasons)}; save as safetensors")
-    if config.position_slots > family.slots:
-        state, config = without_slots(state, config)
     state, config = with_learned_positions(state, config, family.slots)
     tensors = write(state, config, layout_of(is_dinov3, config.activation == "swiglu"))
     tensors["mask_token"] = torch.zeros(1, config.width)

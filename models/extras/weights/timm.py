@@ -16,13 +16,21 @@ import json
 import re
 import warnings
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from models.configs import ROPES, ConfigFields, ModelConfig, ViTConfig
-from models.extras.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, write
+from models.extras.weights.layout import (
+    ForeignConfig,
+    Layout,
+    differing_fields,
+    read,
+    vit_config,
+    with_learned_positions,
+    write,
+)
 from models.weights.preprocessing import Preprocessing
 
 RENAMES = (
@@ -416,18 +424,12 @@ def save_as(
         stored["cls_token"] = registers[:, :1].contiguous()
     pack_frequencies(stored, config)
     # Read it again: the architecture's name fixes fields that a stage may have changed, such as the pooling.
-    pixels: ConfigFields = {"pixel_mean": config.pixel_mean, "pixel_std": config.pixel_std}
     try:
-        again = load(dict(stored), described, pixels)[1]
+        again = load(stored, described, {})[1]
     except ValueError:
         return None
-    for field in fields(ViTConfig):
-        is_irrelevant = field.name in ("dropout", "drop_path", "head_bias", "position_std", "layer_scale")
-        has_no_entry = config.positions == "none" or not config.prefix_tokens
-        if field.name == "class_slot" and has_no_entry:
-            continue
-        if not is_irrelevant and getattr(again, field.name) != getattr(config, field.name):
-            return None
+    if differing_fields(again, config):
+        return None
     return stored, json.dumps(described, indent=2) + "\n"
 
 
