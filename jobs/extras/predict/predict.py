@@ -13,6 +13,7 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -35,6 +36,7 @@ from models.catalog import normalise
 from pipeline.evaluation import any_weights
 from pipeline.values import counted
 
+MOST_COUNTED = 5  # classes in the summary
 MOST_THUMBNAILS = 200  # on the page, about 4 KB each
 
 
@@ -62,7 +64,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
     names = class_names(weights)
-    recorded = any_weights.recorded_preprocessing(weights)
+    recorded = any_weights.recorded_preprocessing(weights, model.config.image_size)
     ops = recorded.ops if recorded is not None else f"resize({model.config.image_size})"
     is_sigmoid = any_weights.recorded_loss(weights) == "sigmoid"
 
@@ -101,11 +103,8 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
         echo(f"no preprocessing is recorded with the weights; used the evaluation default, {ops}")
     if bad:
         echo(f"skipped {counted(len(bad), 'undecodable image')}, for example {bad[0].file}: {bad[0].problem}")
-    first: dict[str, int] = {}
-    for row in rows:
-        if row.labels:
-            first[row.labels[0]] = first.get(row.labels[0], 0) + 1
-    common = [f"{name} {count:,}" for name, count in sorted(first.items(), key=lambda item: -item[1])[:5]]
+    predicted = Counter(row.labels[0] for row in rows if row.labels)
+    common = [f"{name} {count:,}" for name, count in predicted.most_common(MOST_COUNTED)]
     echo(f"predicted {counted(len(rows) - len(bad), 'image')}: {', '.join(common)}")
     echo(f"written  {table}  {table.with_suffix('.html')}")
 

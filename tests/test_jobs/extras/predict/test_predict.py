@@ -58,6 +58,18 @@ def test_labels_and_scores_are_those_of_a_plain_loop(tmp_path, weights, capsys):
     assert rows[0]["label"] in page
 
 
+def test_preprocessing_recorded_for_another_size_is_scaled_to_the_model(tmp_path):
+    model = models.build("mu/8", 16, 5, pool="token", representation=None)
+    models.save(model, tmp_path / "theirs", "hf", class_names=NAMES)
+    processor = tmp_path / "theirs/preprocessor_config.json"
+    described = json.loads(processor.read_text())
+    processor.write_text(json.dumps({**described, "size": {"height": 32, "width": 32}}))
+    photos = make_photos(tmp_path / "photos")
+    output = tmp_path / "new.csv"
+    assert main(["predict", str(tmp_path / "theirs"), str(photos), "--output", str(output)]) == 0
+    assert len(list(csv.DictReader(output.open(newline="")))) == 3
+
+
 def test_sigmoid_heads_give_independent_scores():
     logits = torch.tensor([[0.0, 2.0, -1.0]])
     [(labels, scores)] = most_probable(logits, ("a", "b"), 3, is_sigmoid=True)
