@@ -194,15 +194,21 @@ def test_agent_that_does_not_end_its_workers_is_reported_and_replaced(tmp_path, 
     assert nodes.replaced == ["id1"]
 
 
-@pytest.mark.parametrize(("is_up", "limit", "lost_after"), [(True, 6, 30), (True, 1, 30), (False, 6, None)])
-def test_silent_agent_of_a_living_node_is_named_and_given_up_unless_it_is_starting(
-    is_up, limit, lost_after, tmp_path
-) -> None:
-    group = group_of(tmp_path, 2)
+def group_with_clock(folder: Path, count: int) -> tuple[WorkerGroup, SilentNodes, list[float]]:
+    """Return a worker group on nodes that accept connections, its nodes, and the time that its clock shows."""
+    group = group_of(folder, count)
     nodes = SilentNodes(set())
     group.nodes = nodes  # type: ignore[assignment]
     now = [1000.0]
     group.clock = lambda: now[0]
+    return group, nodes, now
+
+
+@pytest.mark.parametrize(("is_up", "limit", "lost_after"), [(True, 6, 30), (True, 1, 30), (False, 6, None)])
+def test_silent_agent_of_a_living_node_is_named_and_given_up_unless_it_is_starting(
+    is_up, limit, lost_after, tmp_path
+) -> None:
+    group, nodes, now = group_with_clock(tmp_path, 2)
     link = group.links[1]
     link.is_up = is_up
     link.asked = now[0]
@@ -220,11 +226,7 @@ def test_silent_agent_of_a_living_node_is_named_and_given_up_unless_it_is_starti
 
 
 def test_driver_that_was_itself_frozen_does_not_give_up_an_agent(tmp_path) -> None:
-    group = group_of(tmp_path, 1)
-    nodes = SilentNodes(set())
-    group.nodes = nodes  # type: ignore[assignment]
-    now = [1000.0]
-    group.clock = lambda: now[0]
+    group, nodes, now = group_with_clock(tmp_path, 1)
     link = group.links[0]
     link.is_up = True
     for _ in range(2):  # the poll before the pause, and the next one, which takes a while

@@ -22,6 +22,7 @@ from data.sources.samples import DIGITS, digits
 from jobs.__main__ import main
 from jobs.terminal import ProgressMeter
 from tests.support.families import wait_until
+from tests.support.hostile_names import ESCAPED, tar_with_control_characters
 
 pytestmark = pytest.mark.quick
 
@@ -195,19 +196,9 @@ def test_the_name_of_a_data_set_must_be_a_file_name(photos, shards, tmp_path, ca
 
 
 def test_control_characters_in_member_names_are_escaped(tmp_path, capsys):
-    name = "a\x1b[2J\x07\nok: well\u202e\x9b"
-    image = next(iter(digits(train=True, image_size=16))).image
-    with tarfile.open(tmp_path / "theirs.tar", "w", format=tarfile.PAX_FORMAT) as tar:
-        for key, content in ((name, b"no jpeg"), (f"{name}2", image)):
-            for extension, body in (("jpg", content), ("cls", b"7")):
-                info = tarfile.TarInfo(f"{key}.{extension}")
-                info.size = len(body)
-                tar.addfile(info, io.BytesIO(body))
-    tar_path = str(tmp_path / "theirs.tar")
-    shown = r"a\x1b[2J\x07\nok: well\u202e\x9b"
-
+    tar_path = str(tar_with_control_characters(tmp_path))
     assert main(["index", tar_path, "--name", "theirs", "--classes", "5"]) == 65
-    assert f"sample {shown} has label 7" in capsys.readouterr().err
+    assert f"sample {ESCAPED} has label 7" in capsys.readouterr().err
     assert main(["index", tar_path, "--name", "theirs"]) == 0
 
 

@@ -1,8 +1,6 @@
 """`jobs data check|list|stats|repair`: bad samples are counted, shown and left out of a repaired data set."""
 
-import io
 import json
-import tarfile
 from pathlib import Path
 
 import cv2
@@ -12,6 +10,7 @@ import pytest
 from data.shards.packing import pack
 from data.sources.samples import Sample, digits
 from jobs.__main__ import main
+from tests.support.hostile_names import ESCAPED, tar_with_control_characters
 from tests.support.tars import picture
 
 pytestmark = pytest.mark.quick
@@ -79,21 +78,13 @@ def test_repair_needs_a_name_that_can_be_a_file_name(broken, tmp_path, capsys):
 
 
 def test_control_characters_in_member_names_are_escaped_on_the_terminal_and_the_page(tmp_path, capsys):
-    name = "a\x1b[2J\x07\nok: well\u202e\x9b"  # below an image the page shows the last 24 characters of a name
-    image = next(iter(digits(train=True, image_size=16))).image
-    with tarfile.open(tmp_path / "theirs.tar", "w", format=tarfile.PAX_FORMAT) as tar:
-        for key, content in ((name, b"no jpeg"), (f"{name}2", image)):
-            for extension, body in (("jpg", content), ("cls", b"7")):
-                info = tarfile.TarInfo(f"{key}.{extension}")
-                info.size = len(body)
-                tar.addfile(info, io.BytesIO(body))
-    shown = r"a\x1b[2J\x07\nok: well\u202e\x9b"
-    assert main(["index", str(tmp_path / "theirs.tar"), "--name", "theirs"]) == 0
+    tar = tar_with_control_characters(tmp_path)
+    assert main(["index", str(tar), "--name", "theirs"]) == 0
     capsys.readouterr()
     page = tmp_path / "page.html"
     assert main(["data", "check", str(tmp_path / "theirs.index.json"), "--page", str(page)]) == 65
-    assert f"first {shown} of theirs.tar\n" in capsys.readouterr().out
-    assert page.read_text().count(shown) == 2, "in the summary and below the good image"
+    assert f"first {ESCAPED} of theirs.tar\n" in capsys.readouterr().out
+    assert page.read_text().count(ESCAPED) == 2, "in the summary and below the good image"
     assert not set("\x1b\x07\u202e\x9b") & set(page.read_text())
 
 
