@@ -56,7 +56,7 @@ os.register_at_fork(after_in_child=forget_credentials)
 
 
 class Bucket:
-    """A run's files below a URL; `local` is scratch space of this node and may be empty at any start.
+    """A run's files under a URL; `local` is scratch space on this node, which may be empty whenever a command starts.
 
     `Folder` documents the methods that both classes share.
     """

@@ -87,7 +87,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Escape each line of a text with `printable`; line breaks are kept."""
+    """Escape each line of a string with `printable`; line breaks are kept."""
     return "\n".join(map(printable, text.split("\n")))
 
 

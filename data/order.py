@@ -136,7 +136,7 @@ class Order:
         return SampleId(int(ids.epoch[0]), int(ids.shard[0]), int(ids.sample[0]))
 
     def _positions(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the epoch and the position, before the block shuffle, of every slot: two arrays (B,)."""
+        """Return every slot's epoch and its position before the block shuffle, as two arrays (B,)."""
         number = step * self.batch_size  # slot numbers count from the first slot of step 0
         end = number + self.batch_size
         lanes = np.arange(self.lanes)

@@ -362,12 +362,12 @@ class CheckResult:
 
     @staticmethod
     def of(error: Exception, subject: str) -> "CheckResult":
-        """Convert an error to a FAIL."""
+        """Convert an error to a check result of level FAIL."""
         text, _, remedy = (error_text(error) if isinstance(error, OSError) else str(error)).partition("\n")
         return CheckResult("FAIL", subject, text, remedy, ExitCode(exit_code(error)))
 
     def error(self) -> PatchlineError:
-        """Convert a FAIL to an error."""
+        """Convert this result, whose level is FAIL, to an error."""
         error = ERRORS.get(self.exit_code, PatchlineError)(f"{self.text}\n{self.remedy}".rstrip("\n"))
         error.exit_code = self.exit_code
         return error

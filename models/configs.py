@@ -420,7 +420,7 @@ def checked(kind: type[Config], values: Mapping[str, object]) -> Config:
 def to_dict(config: ModelConfig) -> ConfigFields:
     """Return the plain values of a config with its family's name, as stored in model.json.
 
-    A switch that is off is left out: files and stage keys of the paper's ViT do not change if a switch is added.
+    Switches that are off are left out, so that a new switch does not change the files and stage keys of other models.
     """
     values = asdict(config)
     for name in (*SWITCHES, "pixel_mean", "pixel_std"):

@@ -76,7 +76,7 @@ class Learned2d(Added):
 
 
 class Sincos2d(Added):
-    """The fixed table of big_vision, without entries for prefix tokens and without parameters."""
+    """big_vision's fixed table, which has no entries for prefix tokens and nothing to learn."""
 
     def entries(self, grid: Grid, like: Tensor) -> Tensor:
         return sincos2d(grid, self.width, like.device).to(like.dtype)

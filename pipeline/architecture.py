@@ -73,7 +73,7 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
     require(
         (model.family == "masked") == is_masked,
         f"objective {cfg.objective} cannot train a model of family {model.family}\n"
-        "  objective=masked requires a masked model, such as model.name=Masked-B/16, which no other objective trains",
+        "  objective=masked requires a masked model, such as model.name=Masked-B/16; no other objective can train one",
     )
     if source is not None:
         try:

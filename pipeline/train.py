@@ -181,7 +181,7 @@ class StepOutcome(NamedTuple):
 
 
 def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> StepOutcome:
-    """Collective: train one step, counted from 0, on this worker's micro-batches of the global batch."""
+    """Collective: train the step with index `step`, from 0, on this worker's micro-batches of the global batch."""
     engine = worker.engine
     phases = worker.group.phases  # read by the watchdog
     accumulation = worker.data.arithmetic.accumulation
@@ -285,7 +285,7 @@ def finish_step(
 
 
 def report_training(worker: Worker, progress: Progress, *, has_line: bool) -> None:
-    """Record the steps since the last record and, with `has_line`, log the steps since the last log line.
+    """Record the steps since the last record and, if `has_line`, log the steps since the last log line.
 
     Each save also writes a record, so there can be several records between two log lines. If a record cannot be
     written to disk, its steps are included in the next one.

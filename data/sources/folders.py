@@ -146,8 +146,8 @@ def keys_of(names: Sequence[str]) -> list[str]:
         cat/1.jpg  cat/v1.2.jpg  ../im/3.jpg  /im/4.jpg     →    cat/1  cat/v1_2  im/3  im/4
         cat/5.jpg  cat/5.png                                →    cat/5_jpg  cat/5_png
 
-    A key has no folders `.` and `..`: other programs refuse to extract a tar with such names. In its last component, a
-    dot would start the extension.
+    A key has no components `.` and `..`: other programs refuse to extract a tar with such names. In its last component,
+    a dot would start the extension.
     """
     keys = [key_of(name) for name in names]
     times = Counter(keys)

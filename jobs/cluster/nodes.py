@@ -1,7 +1,7 @@
 """The nodes on which a campaign's workers run: this machine, or the nodes of a Ray cluster (ray_nodes.py).
 
     nodes = nodes_of(cluster)
-    world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # waits for free places
+    world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # waits for free resources
     agents = nodes.agents(world)                            # one per node, reused by later attempts and stages
     agents[0].call("poll", 0, 1.0, {})                      # a Future
 

@@ -125,7 +125,7 @@ def start_workers(cluster: ClusterConfig, log: RunLog) -> None:
 
 @dataclass
 class Session:
-    """One command on a run: runs its stages in order, and skips finished ones."""
+    """One execution of `run` on a run directory: runs the stages in order, and skips finished ones."""
 
     campaign: Campaign
     log: RunLog

@@ -464,7 +464,7 @@ def check_max_labels(cfg: TrainConfig, index: Index, path: str, name: str) -> No
     enough = min((longest + 1) // 2, index.classes)
     raise ConfigError(
         f"{name}: {path} has {labels:,} labels for {index.samples:,} samples, but data.max_labels is "
-        f"{cfg.data.max_labels}\n  expected at least the largest number of labels of a sample\n"
+        f"{cfg.data.max_labels}\n  expected at least the largest number of labels that any sample has\n"
         f"  set {name}.data.max_labels={enough}"
     )
 

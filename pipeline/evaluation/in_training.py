@@ -200,8 +200,8 @@ class LoopEvaluator(StageEvaluator):
     def evaluate_at_end(self, worker: Setup, progress: Progress) -> None:
         """Collective: evaluate the stage's final, committed weights, or their average if the stage has one.
 
-        Raises EvaluationFailed, whose exit code ends the stage, or EvaluationStopped. In both cases, running the same
-        command again resumes with this evaluation.
+        Raises EvaluationFailed, with whose exit code the stage ends, or EvaluationStopped. In both cases, running the
+        same command again resumes with this evaluation.
         """
         polyak = self.cfg.polyak
         try:

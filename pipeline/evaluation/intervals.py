@@ -7,9 +7,9 @@ shots of a few-shot probe, the seeds of repeated runs.
     mean_over_classes(right, labels)       (n,) and (n, L): the labels of each sample, padded with −1
 
 1. Over draws: estimate the variance of the mean, and from it the effective number of samples: the number of independent
-   samples with this variance. Compute Wilson's interval (1927) for that number: it stays within 0 … 1, and has a width
-   even if all samples are right.
-2. Over classes: generalize Wilson's interval to shares of several classes, because a rare class can decide the mean.
+   samples with this variance. Compute Wilson's interval (1927) for that number: it stays within 0 … 1, and has a
+   nonzero width even if all samples are right.
+2. Over classes: generalize Wilson's interval to shares of several classes, because a rare class can dominate the mean.
 
 `python -m benchmarks.intervals` simulates how often the intervals contain the true value (docs/evaluation.md).
 """

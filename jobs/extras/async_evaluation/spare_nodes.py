@@ -44,7 +44,7 @@ class SpareBundle(RayNodes):
         return self.training.has_pending_requests()
 
     def take(self) -> bool:
-        """Take the resources left by training, or borrow others; return False if Ray does not reserve them in time."""
+        """Take over the resources of a finished training, or reserve others; return False if that takes too long."""
         if self.has_training_ended and self.training.reservation is not None:
             self.reservation = self.training.reservation
             return True

@@ -1,13 +1,13 @@
-"""Evaluate commits and find the causes of loss spikes on a spare worker, one task at a time, during training.
+"""Evaluate committed checkpoints and find the causes of loss spikes on a spare worker during training.
 
-The recipe keys are `evaluate_on: spare` and `health.on_spike: bisect`.
+The worker does one task at a time. The recipe keys are `evaluate_on: spare` and `health.on_spike: bisect`.
 
 1. While an attempt runs, a thread checks once a second whether resources are free (spare_places.py). If so, it creates
    a file, and rank 0 then requests an evaluation instead of pausing the workers for it
    (pipeline/extras/async_evaluation.py).
 2. A separate worker evaluates the oldest requested step (pipeline/extras/async_evaluator.py). The agent of this worker
-   keeps running between evaluations. One more request may wait; if several are waiting, all except the newest are
-   skipped and logged.
+   keeps running between evaluations. Only one further request may wait: if there are several, all except the
+   newest are skipped and logged.
 3. If the worker dies or hangs, training is not affected: the failure is logged and the step is retried. If the
    worker is preempted because another job needs the resources, the step is retried without limit.
 4. The results stay in the stage's folder until rank 0 reports them.

@@ -289,7 +289,7 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
 
 
 def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:
-    """Render the recipe of a linear probe, which fits classifiers to frozen features of the weights."""
+    """Render the recipe of a linear probe, which fits classifiers to the features of a frozen model."""
     packed, places, path_of_parts = inputs_of(sets)
     if "test" not in places:
         raise UsageError(

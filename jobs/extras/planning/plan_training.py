@@ -82,7 +82,7 @@ class PlannedTraining(TrainedFacts):
         self.is_asynchronous = getattr(self.cfg, "evaluate_on", "training") == "spare"
 
     def work_out(self) -> None:
-        """Compute the numbers and add all lines, as far as the data and the model are known."""
+        """Compute the estimates and add their lines, without those that need unknown data or an unknown model."""
         is_known = self.describe()
         self.log(f"plan: {self.name}: estimating the memory of a step (once per config) …")
         for result in results("plan", self, STAGE):

@@ -122,7 +122,7 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
     else:
         replays.log(
             f"no single sample is the cause: {shown}; at least {len(samples)} of {batch_size} samples must be masked "
-            f"to get it below {outcome['limit']:.4g} (after {outcome['replays']} repetitions)"
+            f"to bring the value below {outcome['limit']:.4g} (after {outcome['replays']} repetitions)"
         )
     for sample in samples[:MOST_SHOWN]:
         replays.log(

@@ -137,7 +137,7 @@ class Replays:
         if not self.stage.cfg.exact_parts and (cluster.least, cluster.most) != (world, world):
             raise UsageError(
                 f"step {last} of {self.name} was trained by {world} workers, but cluster.workers is {cluster.workers}; "
-                f"without exact_parts, another number of workers gives different results\n"
+                "without exact_parts, a different number of workers gives different results\n"
                 f"  set cluster.workers={world}"
             )
         return cluster

@@ -87,7 +87,7 @@ class PageWatcher(ThreadedWatcher):
             self.log(f"page: not written within {END_S:g} s, giving up; to write it, run {command}")
 
     def write_last(self) -> None:
-        """Write the last page and log its path."""
+        """Write the final version of the page and log its path."""
         with self.lock:
             self.has_ended = True
             # Write no page if the run ended before its first stage.

@@ -4,7 +4,7 @@ How a file is read:
 1. remove the prefix of its generation, `opt/target/` or `params/`; keys without the prefix do not belong to the model;
 2. convert all generations of names to those of today's code: separate layers, submodules numbered per class from 0;
 3. infer the config from keys and shapes, and select the layout of the config;
-4. read every key by the layout, or list the keys that do not fit.
+4. read every key as the layout prescribes, or list the keys that do not fit.
 
     opt/target/Transformer/encoderblock_0/LayerNorm_2/scale   (768,)
     Transformer/encoderblock_0/LayerNorm_1/scale              (768,)    the same key after steps 1 and 2

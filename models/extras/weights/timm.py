@@ -268,7 +268,7 @@ def eva_fields(arguments: ForeignConfig) -> ConfigFields:
 
 
 def refuse_unsupported(stored: dict[str, Tensor], architecture: str) -> None:
-    """Raise ValueError with the reason if we cannot compute a model with these keys or of this architecture."""
+    """Raise ValueError with the reason if a model with these keys or of this architecture is not supported."""
     reasons = []
     for pattern, reason in UNSUPPORTED_KEYS:
         if any(re.search(pattern, key) for key in stored):
