@@ -4,7 +4,7 @@
 
 Each study draws measurements of a known law with relative normal noise, and tests the true floor, the true exponents,
 and a new measurement at four times the largest size and length with the intervals of pipeline/extras/power_law.py. A
-value lies in its interval if its test does not reject it. Seeds below 1000 were used to choose the method.
+value lies in its interval if its test does not reject it. Seeds below 1200 were seen while the method was developed.
 """
 
 import argparse

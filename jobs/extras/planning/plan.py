@@ -180,7 +180,9 @@ class Plan:
             most_hours += stage.most_s * stage.world / HOUR_S
 
         # 2. Memory: the largest stage decides.
-        fits = f"{largest.name} needs the most, {memory_text(largest.device_bytes)} per worker"
+        # In a worker's main memory there is more than tensors; its memory line says how much.
+        tensors = "" if largest.is_gpu else " of tensors"
+        fits = f"{largest.name} needs the most, {memory_text(largest.device_bytes)}{tensors} per worker"
         if too_large:
             fits = f"NO: not enough memory for a worker of {few(too_large)}"
         elif not largest.device_bytes:

@@ -120,10 +120,7 @@ def test_intervals_of_a_noisy_study_of_three_sizes_hold_about_nine_times_of_ten(
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("grid", SIZES)
 def test_intervals_hold_nine_times_of_ten_on_the_grids_of_studies(grid, law, noise):
-    """In 300 studies the binomial deviation is 1.7 points. Seeds below 1000 were used to choose the method.
-
-    The intervals contained the true value in 87 to 94 of 100 studies (97 for the floor of three sizes at 3 % noise).
-    """
+    """In 300 studies the deviation is 1.7 points. docs/studies.md has the shares of 400 studies with new seeds."""
     assert len(points_of(grid)) == 5 * len(SIZES[grid])
     held = coverage(Case(grid, law, noise), studies=300, seed=1000, draws=200)
     print(grid, law, noise, held)

@@ -370,7 +370,9 @@ def test_peak_at_startup_counts_and_is_described(asked):
         "tensors of 8.0 GiB per worker, peak at startup; later 4.0 GiB activations + 1.0 GiB weights and optimizer; "
         "in addition "
     )
-    assert words.endswith("and about 300 MiB for Python, torch and other libraries")
+    assert words.endswith(
+        "about 200 MiB for Python and its libraries, and 800 MiB once per machine for the fork server and the driver"
+    )
     # The later peak, with 16 images.
     need = memory_need(dataclasses.replace(cfg, micro_batch=16, batch_size=16), model, 1, is_gpu=True)
     assert need.device_bytes == 17 * GIB
