@@ -164,8 +164,8 @@ def describe_need(need: MemoryNeed, *, is_gpu: bool) -> str:
     host = f"{memory_text(need.snapshot)} for checkpoint snapshots, {memory_text(need.loader)} for batches"
     if is_gpu:
         return f"{line} (with flash attention, without the CUDA context); host memory: {host}"
-    # Measured as PSS during digits with two workers (54e5832, 2026-11-28): 206 MiB per worker, including its share of the
-    # libraries, 307 MiB for the fork server, 495 MiB for the driver.
+    # Measured as PSS during digits with two workers (54e5832, 2026-11-28): 206 MiB per worker, including its share of
+    # the libraries, 307 MiB for the fork server, 495 MiB for the driver.
     return (
         f"tensors of {line}; in addition {host}, about 200 MiB for Python and its libraries, and 800 MiB once per "
         "machine for the fork server and the driver"
