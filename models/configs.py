@@ -8,8 +8,8 @@ How a name becomes a config:
     config_of("mu/8", image_size=16, classes=5)   ViTConfig(image_size=(16, 16), patch=(8, 8), classes=5, width=32, ...)
     to_dict(config)                               {"family": "vit", "image_size": (16, 16), "patch": (8, 8), ...}
 
-The modules are in vit.py, resnet.py and masked.py. This file does not import torch, which takes a second, so that a
-recipe with a wrong key fails before that.
+The modules are in vit.py, resnet.py and extras/masked.py. This file does not import torch, which takes a second, so
+that a recipe with a wrong key fails before that.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import models
-from models import masked
 from models.catalog import normalise
+from models.extras import masked
 
 
 def build(target: str = "mean_color", image_size: int = 32, **config) -> torch.nn.Module:
