@@ -35,7 +35,6 @@ from data.files import error_text, locked, state_folder, write_atomically
 from data.index.index import Index, Origin, Refusals, digest_of
 from data.index.names import Names
 from data.index.shard import MappedShards, Shard, is_image, open_columns, write_columns
-from data.walk import class_folders_in, files_below
 
 SCHEMA = 1
 SUFFIX = ".index.json"
@@ -127,6 +126,8 @@ def json_in(folder: Path) -> Path:
 
 def image_folders(folder: Path) -> int:
     """Count the sub-folders that contain images, judging by the first files in each."""
+    from data.walk import class_folders_in, files_below  # imported here: only these messages need it, no worker does
+
     folders = 0
     for name in class_folders_in(folder) if folder.is_dir() else ():
         # Listing a folder of a million images would take too long for an error message.

@@ -20,7 +20,6 @@ from data.index.document import load_index
 from data.shards.packing import pack
 from data.sources.samples import DIGITS, digits
 from jobs.__main__ import main
-from jobs.terminal import ProgressMeter
 from tests.support.families import wait_until
 from tests.support.hostile_names import ESCAPED, tar_with_control_characters
 
@@ -200,18 +199,6 @@ def test_control_characters_in_member_names_are_escaped(tmp_path, capsys):
     assert main(["index", tar_path, "--name", "theirs", "--classes", "5"]) == 65
     assert f"sample {ESCAPED} has label 7" in capsys.readouterr().err
     assert main(["index", tar_path, "--name", "theirs"]) == 0
-
-
-def test_progress_is_logged_periodically_with_speed_and_time_left():
-    said: list[str] = []
-    now = iter([0.0, 1.0, 10.0, 11.0, 20.0])
-    progress = ProgressMeter("samples", 4000, log=said.append, clock=lambda: next(now))
-    for done in (100, 1000, 1100, 2000):
-        progress(done, "3 shards")
-    assert said == [
-        "1.0k of 4.0k samples  3 shards  100/s  eta 30s",
-        "2.0k of 4.0k samples  3 shards  100/s  eta 20s",
-    ]
 
 
 # ------------------------------------------------------------------------------------------- signals
