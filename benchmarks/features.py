@@ -28,8 +28,8 @@ from data.index.index import Index
 from data.index.shard import Shard
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from pipeline.evaluation.features import FeatureStore, Inputs, collect
-from pipeline.extras.probes import NeighboursConfig, knn
+from pipeline.evaluation.features import FeatureStore, collect
+from pipeline.evaluation.probes import Inputs, NeighboursConfig, knn
 from pipeline.process_group import join_group
 
 BATCH = 64

@@ -20,7 +20,7 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 
 from pipeline.evaluation.intervals import mean_over_classes, over_draws
-from pipeline.extras.probes import fit
+from pipeline.evaluation.probes import fit
 
 Repetition = Callable[[np.random.Generator], tuple[float, tuple[float, float]]]  # → the truth, and the interval
 

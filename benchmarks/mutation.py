@@ -85,7 +85,7 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/checkpoints/saver.py": (*CHECKPOINTS, f"{OF_CHECKPOINTS}/test_disk_space.py"),
     "pipeline/evaluation/in_training.py": (*SHORT, f"{RUNS}an_evaluation_that_fails", *CAMPAIGN, TWIN),
     "pipeline/evaluation/evaluator.py": (*STOPS, *SHORT, *CAMPAIGN),
-    "pipeline/extras/probes.py": (*CAMPAIGN, "tests/test_layout.py::test_a_config_cannot_be_changed"),
+    "pipeline/evaluation/probes.py": (*CAMPAIGN, "tests/test_layout.py::test_a_config_cannot_be_changed"),
     "pipeline/artifacts.py": ("tests/test_pipeline/test_artifacts.py",),
     "pipeline/monitoring/telemetry.py": (
         *SHORT,

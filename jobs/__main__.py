@@ -77,7 +77,7 @@ KINDS = {
     "pretrain": " ".join(["jobs.stages.training:Pretrain", *TRAINING_EXTRAS]),
     "resize": "jobs.stages.resize:Resize",
     "finetune": " ".join(["jobs.stages.training:Finetune", *TRAINING_EXTRAS]),
-    "fewshot": "jobs.extras.fewshot:FewShot",
+    "fewshot": "jobs.stages.fewshot:FewShot",
     "evaluate": "jobs.stages.evaluate:Evaluate",
     "sweep": "jobs.extras.studies.table:Table",
     "figure": "jobs.extras.studies.figure:Figure",

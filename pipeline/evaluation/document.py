@@ -37,7 +37,8 @@ from pipeline.evaluation.protocols import Protocol
 from pipeline.monitoring.telemetry import without_single_seeds
 
 if TYPE_CHECKING:  # these modules import torch
-    from pipeline.evaluation.features import FeatureStore, Outcome
+    from pipeline.evaluation.features import FeatureStore
+    from pipeline.evaluation.probes import Outcome
 
 SCHEMA = 2  # schema 1 had other intervals
 NAME = "evaluation.json"

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -33,11 +33,11 @@ from data.errors import DataError, PatchlineError, Preempted, exit_code
 from data.evaluation import EvaluationBatch, EvaluationSet
 from data.index.document import load_index
 from data.index.index import Index
-from data.optional import load_optional
 from data.remote.config import CacheConfig
 from pipeline.evaluation import document
-from pipeline.evaluation.features import Beat, FeatureStore, Inputs, Outcome, collect
-from pipeline.evaluation.protocols import PROTOCOLS, Protocol
+from pipeline.evaluation.features import Beat, FeatureStore, collect
+from pipeline.evaluation.probes import COMPUTE, Inputs
+from pipeline.evaluation.protocols import Protocol
 from pipeline.monitoring.watchdog import Phases
 from pipeline.values import duration
 
@@ -347,21 +347,12 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
         labels = labels[:, :1]
     protocol = request.protocol
     inputs = Inputs(protocol.name, train, test, labels, device, beat)
-    compute: Callable[[Inputs, Any], Outcome] = best_classes
-    if protocol.kind.compute:
-        compute = load_optional(protocol.kind.compute, f"the protocol {protocol.name}")
-    outcome = compute(inputs, protocol.settings)
+    outcome = COMPUTE[protocol.name](inputs, protocol.settings)
     result = document.result_of(outcome, protocol, test, train, request.leaked)
     if request.examples:
         result["examples"] = examples_of(test, request.examples)
         result["class_counts"] = class_counts(test)
     return result
-
-
-def best_classes(inputs: Inputs, settings: None) -> Outcome:
-    """Compare the head's top classes with the labels, for the protocols top-1, top-5, real and per-class."""
-    best = PROTOCOLS[inputs.name].best
-    return Outcome({inputs.name: [inputs.is_right(inputs.test.predictions[:, :best])]})
 
 
 def examples_of(test: FeatureStore, most: int) -> list[document.Entry]:

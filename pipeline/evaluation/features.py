@@ -17,7 +17,6 @@ numbers each).
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -230,37 +229,3 @@ def collect(
                     store.keep(**received)
     finally:
         model.train(was_training)
-
-
-# ------------------------------------------------------------------------------------------------ for the protocols
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of a protocol; they exist only on rank 0."""
-
-    name: str  # name of the protocol
-    train: FeatureStore | None  # None for protocols of the head
-    test: FeatureStore
-    labels: np.ndarray  # (N, L) of the test set, padded with −1; a prediction is right if it is any of them
-    device: torch.device
-    beat: Beat
-
-    def is_right(self, predicted: np.ndarray) -> np.ndarray:
-        """Return a boolean array (N,): whether any prediction, (N,) or (N, K), is a label; padding never matches."""
-        return (predicted.reshape(len(predicted), -1, 1) == self.labels[:, None, :]).any((1, 2))
-
-    def training_set(self) -> FeatureStore:
-        """Return the training set, which only protocols of features have."""
-        assert self.train is not None, "the stage rejects a protocol of features without a training set"
-        return self.train
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a protocol on a test set."""
-
-    right: dict[str, list[np.ndarray]]  # value name → correctness of each sample, (N,) bool per seed
-    shots: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # value name → seed → sample numbers
-    chosen: dict[str, float] = field(default_factory=dict)  # settings selected on held-out training samples
-    notes: dict[str, str] = field(default_factory=dict)  # value name → a limitation to report with it

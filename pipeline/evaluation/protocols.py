@@ -1,4 +1,4 @@
-"""Defines the evaluation protocols; each is a row of PROTOCOLS.
+"""Defines the evaluation protocols; each is a row of PROTOCOLS and a function in probes.py.
 
 Protocols of the head; a prediction is correct if it is any of the sample's labels:
   top-1, top-5    the best class, or one of the five best classes, is correct
@@ -9,10 +9,9 @@ Protocols of features, fitted on a training set and evaluated on the test set:
 
 A protocol's outcome holds the correctness of every test sample; document.py turns it into values and intervals.
 
-To add a protocol, add a row here, with the name of a function that takes `Inputs` and the protocol's settings and
-returns an `Outcome`; the functions for features are in pipeline/extras/probes.py. A protocol with settings also needs a
-field with its name in jobs/stages/evaluate.py. This module does not import torch, because recipes are checked without
-it.
+To add a protocol, add a row here and a function to COMPUTE in probes.py that takes `Inputs` and the protocol's settings
+and returns an `Outcome`. A protocol with settings also needs a field with its name in jobs/stages/evaluate.py. This
+module does not import torch, because recipes are checked without it.
 """
 
 from collections.abc import Callable
@@ -91,7 +90,6 @@ class ProtocolKind:
 
     settings: type | None = None  # frozen dataclass of the section with the protocol's name in a recipe
     best: int = 0  # number of the head's best classes to check; 0: a protocol of features
-    compute: str = ""  # "module:function" that computes the outcome; "": compare the head's best classes
     interval: Literal["share", "seeds", "classes"] = "share"  # kind of interval (document.value_entries)
     value_names: Callable[[Any], list[str]] | None = None  # from the settings; None: one value with the protocol's name
 
@@ -128,17 +126,12 @@ PROTOCOLS: dict[str, ProtocolKind] = {
     "per-class": ProtocolKind(best=1, interval="classes"),
     "fewshot": ProtocolKind(
         FewShotConfig,
-        compute="pipeline.extras.probes:few_shot",
         interval="seeds",
         value_names=lambda settings: [f"{shots}shot" for shots in settings.shots],
     ),
-    "linear": ProtocolKind(LinearConfig, compute="pipeline.extras.probes:linear"),
-    "knn": ProtocolKind(
-        NeighboursConfig,
-        compute="pipeline.extras.probes:knn",
-        value_names=lambda settings: [f"knn-{k}" for k in settings.k],
-    ),
-    "logistic": ProtocolKind(LogisticConfig, compute="pipeline.extras.probes:logistic"),
+    "linear": ProtocolKind(LinearConfig),
+    "knn": ProtocolKind(NeighboursConfig, value_names=lambda settings: [f"knn-{k}" for k in settings.k]),
+    "logistic": ProtocolKind(LogisticConfig),
 }
 FEATURES = tuple(name for name, kind in PROTOCOLS.items() if not kind.best)  # protocols that need a training set
 

@@ -12,7 +12,8 @@ from data.index.shard import Shard
 from data.shards.packing import pack
 from data.sources.samples import Sample, digits
 from models import ViTConfig
-from pipeline.evaluation.features import FeatureStore, Inputs
+from pipeline.evaluation.features import FeatureStore
+from pipeline.evaluation.probes import Inputs
 
 CPU = torch.device("cpu")
 NAMES = ("zero", "one", "two")

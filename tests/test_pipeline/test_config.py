@@ -10,8 +10,7 @@ from data.errors import ConfigError
 from data.images.augment import AugmentConfig
 from data.remote.config import CacheConfig
 from jobs.cluster_config import ClusterConfig
-from jobs.extras import fewshot
-from jobs.stages import pack, resize
+from jobs.stages import fewshot, pack, resize
 from pipeline import config
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import DataConfig, MixedConfig, ProbeConfig, TrainConfig

@@ -19,13 +19,12 @@ from typing import Any
 from data.images.preprocess import parse_ops
 from data.index.index import Index
 from data.order import DEFAULT_BLOCK, DEFAULT_LANES
-from jobs.extras import fewshot
 from jobs.extras.diff.facts import Fact
 from jobs.extras.history import flat, read_run
 from jobs.extras.studies import table as sweep
 from jobs.recipe.references import source_of
 from jobs.resolved_recipe import Available, Campaign, Kinds, Stage, StageKind, reference
-from jobs.stages import evaluate
+from jobs.stages import evaluate, fewshot
 from models.configs import ModelConfig, ViTConfig, from_dict
 from pipeline import config
 from pipeline.optimization import learning_rate

@@ -9,9 +9,10 @@ import pytest
 from data.index.index import Index
 from data.index.shard import Shard
 from pipeline.evaluation import document
-from pipeline.evaluation.features import FeatureStore, Outcome
+from pipeline.evaluation.features import FeatureStore
 from pipeline.evaluation.intervals import over_draws
-from pipeline.evaluation.protocols import FewShotConfig, protocols_of
+from pipeline.evaluation.probes import FewShotConfig, Outcome
+from pipeline.evaluation.protocols import protocols_of
 from tests.support.evaluated_sets import NAMES, store_of, unreadable
 
 pytestmark = pytest.mark.quick

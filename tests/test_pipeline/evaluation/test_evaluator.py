@@ -17,15 +17,9 @@ from data.index.shard import Shard
 from data.sources.samples import digits
 from pipeline.evaluation import document
 from pipeline.evaluation.evaluator import EvaluationGroup, Evaluator, Request, result_of
-from pipeline.evaluation.features import FeatureStore, Inputs, Outcome
-from pipeline.evaluation.protocols import (
-    PROTOCOLS,
-    LinearConfig,
-    NeighboursConfig,
-    ProtocolKind,
-    check_names,
-    protocols_of,
-)
+from pipeline.evaluation.features import FeatureStore
+from pipeline.evaluation.probes import COMPUTE, Inputs, LinearConfig, NeighboursConfig, Outcome
+from pipeline.evaluation.protocols import PROTOCOLS, ProtocolKind, check_names, protocols_of
 from pipeline.monitoring.watchdog import Phases
 from tests.support import evaluated_sets
 from tests.support.evaluated_sets import CPU, NAMES, Sums, no_beat
@@ -101,16 +95,15 @@ def test_unreadable_set_has_no_value(tmp_path: Path) -> None:
         result_of(Request("set", None, protocol), {"set": FeatureStore(index, tmp_path)}, CPU, no_beat)
 
 
-def most_common(inputs: Inputs, settings: None) -> Outcome:
-    """Predict the most common class of the training set."""
-    common = np.bincount(inputs.training_set().labels[:, 0]).argmax()
-    return Outcome({"most-common": [inputs.is_right(np.full(len(inputs.labels), common))]})
-
-
 def test_new_protocol_needs_only_a_function_and_a_row(
     with_a_bad_one: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(PROTOCOLS, "most-common", ProtocolKind(compute=f"{__name__}:most_common"))
+    def most_common(inputs: Inputs, settings: None) -> Outcome:
+        common = np.bincount(inputs.training_set().labels[:, 0]).argmax()
+        return Outcome({"most-common": [inputs.is_right(np.full(len(inputs.labels), common))]})
+
+    monkeypatch.setitem(PROTOCOLS, "most-common", ProtocolKind())
+    monkeypatch.setitem(COMPUTE, "most-common", most_common)
     check_names(("most-common",))
     (protocol,) = protocols_of(("most-common",), None, {})
     (result,) = evaluate(Sums(), with_a_bad_one, tmp_path, Request("set", "set", protocol))

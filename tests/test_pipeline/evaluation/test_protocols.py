@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pipeline.evaluation import document
-from pipeline.evaluation.evaluator import best_classes
-from pipeline.evaluation.protocols import PROTOCOLS, NeighboursConfig, protocols_of
+from pipeline.evaluation.probes import COMPUTE, NeighboursConfig
+from pipeline.evaluation.protocols import PROTOCOLS, protocols_of
 from tests.support.evaluated_sets import NAMES, inputs_of, store_of
 from tests.support.golden import GOLDEN
 
@@ -26,7 +26,7 @@ def test_top_1_top_5_and_per_class_match_numpy(tmp_path: Path) -> None:
     store = store_of(None, labels, tmp_path, ranked)
     results = {}
     for protocol in protocols_of(("top-1", "top-5", "per-class"), None, {}):
-        judged = best_classes(inputs_of(None, store, protocol.name), None)
+        judged = COMPUTE[protocol.name](inputs_of(None, store, protocol.name), None)
         results[protocol.name] = document.result_of(judged, protocol, store, None, None)
 
     is_right = scores.argmax(1) == labels
@@ -53,7 +53,7 @@ def test_per_class_counts_a_sample_in_each_class_of_its_labels(tmp_path: Path) -
     store = store_of(None, labels, tmp_path, predictions)
     store.is_there[13] = False
     (protocol,) = protocols_of(("per-class",), None, {})
-    judged = best_classes(inputs_of(None, store, "per-class"), None)
+    judged = COMPUTE[protocol.name](inputs_of(None, store, "per-class"), None)
     result = document.result_of(judged, protocol, store, None, None)
     shares = {}
     for label in (0, 1, 2, 5):
@@ -81,13 +81,12 @@ def test_real_accuracy_matches_the_original(tmp_path: Path) -> None:
         labels[row, : len(lists)] = lists
     predictions = np.array([[predicted] for predicted, _ in judged_images])
     store = store_of(None, labels, tmp_path, predictions)
-    (is_right,) = best_classes(inputs_of(None, store, "real"), None).right["real"]
+    (is_right,) = COMPUTE["real"](inputs_of(None, store, "real"), None).right["real"]
     assert (is_right.sum(), len(is_right)) == (golden["n_correct"], golden["n_evaluated"])
 
 
-def test_every_protocol_checks_best_classes_or_names_a_function() -> None:
-    functions = [kind.compute for kind in PROTOCOLS.values() if not kind.best]
-    assert functions == [f"pipeline.extras.probes:{name}" for name in ("few_shot", "linear", "knn", "logistic")]
+def test_every_protocol_has_a_function() -> None:
+    assert COMPUTE.keys() == PROTOCOLS.keys()
 
 
 def test_protocol_digest_covers_name_and_fields() -> None:

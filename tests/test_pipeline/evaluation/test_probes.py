@@ -15,13 +15,11 @@ from threadpoolctl import threadpool_limits
 
 from data.draws import few_shot_rows
 from data.errors import ConfigError
-from pipeline.evaluation import document
+from pipeline.evaluation import document, probes
 from pipeline.evaluation.evaluator import Request, result_of
 from pipeline.evaluation.features import FeatureStore
 from pipeline.evaluation.intervals import wilson
-from pipeline.evaluation.protocols import probe_protocol
-from pipeline.extras import probes
-from pipeline.extras.probes import (
+from pipeline.evaluation.probes import (
     FewShotConfig,
     LinearConfig,
     LogisticConfig,
@@ -31,6 +29,7 @@ from pipeline.extras.probes import (
     fit_all,
     fit_logistic,
 )
+from pipeline.evaluation.protocols import probe_protocol
 from pipeline.training_config import ProbeConfig
 from tests.support.evaluated_sets import CPU, inputs_of, no_beat, store_of
 from tests.support.golden import read_golden

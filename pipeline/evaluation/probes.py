@@ -12,7 +12,9 @@ was classified correctly:
     → Outcome(right={"5shot": [array([True, False, …])]}, shots={"5shot": {"0": [17, 205, …]}})
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +23,48 @@ from torch.nn.functional import cross_entropy, normalize, one_hot, pad
 
 from data.draws import few_shot_rows
 from pipeline.config import require
-from pipeline.evaluation.features import Beat, FeatureStore, Inputs, Outcome
-from pipeline.evaluation.protocols import L2, FewShotConfig, LinearConfig, LogisticConfig, NeighboursConfig
+from pipeline.evaluation.features import Beat, FeatureStore
+from pipeline.evaluation.protocols import L2, PROTOCOLS, FewShotConfig, LinearConfig, LogisticConfig, NeighboursConfig
 
 # N: readable rows of the test set, D: features, C: classes, L: maximum number of labels per sample
 
 BIAS = 100.0  # value of the constant feature: large, so that its weight is almost unregularised
 TEST_BLOCK = 1024  # test rows of kNN; with a block of 4,096 training rows: 16 MiB of similarities
 TOLERANCE = 1e-7  # logistic regression has converged if its largest gradient or the change of its loss is below this
+
+
+# ------------------------------------------------------------------------------------------------ inputs and outcome
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a protocol; they exist only on rank 0."""
+
+    name: str  # name of the protocol
+    train: FeatureStore | None  # None for protocols of the head
+    test: FeatureStore
+    labels: np.ndarray  # (N, L) of the test set, padded with −1; a prediction is right if it is any of them
+    device: torch.device
+    beat: Beat
+
+    def is_right(self, predicted: np.ndarray) -> np.ndarray:
+        """Return a boolean array (N,): whether any prediction, (N,) or (N, K), is a label; padding never matches."""
+        return (predicted.reshape(len(predicted), -1, 1) == self.labels[:, None, :]).any((1, 2))
+
+    def training_set(self) -> FeatureStore:
+        """Return the training set, which only protocols of features have."""
+        assert self.train is not None, "the stage rejects a protocol of features without a training set"
+        return self.train
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a protocol on a test set."""
+
+    right: dict[str, list[np.ndarray]]  # value name → correctness of each sample, (N,) bool per seed
+    shots: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # value name → seed → sample numbers
+    chosen: dict[str, float] = field(default_factory=dict)  # settings selected on held-out training samples
+    notes: dict[str, str] = field(default_factory=dict)  # value name → a limitation to report with it
 
 
 # ------------------------------------------------------------------------------------------------ linear maps
@@ -323,3 +359,25 @@ def fit_logistic(
     weights.requires_grad_(False)
     bias.requires_grad_(False)
     return regression
+
+
+# ------------------------------------------------------------------------------------------------ by name
+
+
+def best_classes(inputs: Inputs, settings: None) -> Outcome:
+    """Compare the head's top classes with the labels, for the protocols top-1, top-5, real and per-class."""
+    best = PROTOCOLS[inputs.name].best
+    return Outcome({inputs.name: [inputs.is_right(inputs.test.predictions[:, :best])]})
+
+
+# For each name in PROTOCOLS, the function that computes the outcome from the inputs and the protocol's settings.
+COMPUTE: dict[str, Callable[[Inputs, Any], Outcome]] = {
+    "top-1": best_classes,
+    "top-5": best_classes,
+    "real": best_classes,
+    "per-class": best_classes,
+    "fewshot": few_shot,
+    "linear": linear,
+    "knn": knn,
+    "logistic": logistic,
+}
