@@ -126,13 +126,10 @@ def json_in(folder: Path) -> Path:
 
 def image_folders(folder: Path) -> int:
     """Count the sub-folders that contain images, judging by the first files in each."""
-    from data.walk import class_folders_in, files_below  # imported here: only these messages need it, no worker does
-
     folders = 0
-    for name in class_folders_in(folder) if folder.is_dir() else ():
-        # Listing a folder of a million images would take too long for an error message.
-        files = itertools.islice(files_below(folder / name, Counter(), in_order=False), 100)
-        folders += any(map(is_image, files))
+    for below in folder.glob("[!.@#$]*/"):  # neither hidden folders nor those of storage devices (data/walk.py)
+        files = (Path(name) for _, _, names in os.walk(below) for name in names)
+        folders += any(map(is_image, itertools.islice(files, 100)))
     return folders
 
 
