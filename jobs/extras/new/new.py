@@ -56,6 +56,7 @@ def new(
     minutes: float | None,
     unlabelled: bool,
     probe: bool = False,
+    leaf_classes: bool = False,
 ) -> None:
     """Write a recipe for the images at a path, or at the paths to which the shell has expanded a pattern.
 
@@ -92,6 +93,8 @@ def new(
             )
         # Raises ConfigError if the model is unknown.
         model_config({"name": model, "image_size": 224, "classes": 2})
+    if leaf_classes and unlabelled:
+        raise UsageError("--leaf-classes and --unlabelled contradict each other\n  omit one of them")
     if probe and init is None:
         raise UsageError("--probe evaluates the features of weights\n  add --init WEIGHTS")
     if init is not None:
@@ -108,7 +111,8 @@ def new(
             )
 
     # 2. Inspect the images.
-    sets = survey(place, unlabelled=unlabelled, report=ProgressMeter("images"))
+    leaf_tables = str(recipe.with_suffix("")) if leaf_classes else None
+    sets = survey(place, unlabelled=unlabelled, leaf_tables=leaf_tables, report=ProgressMeter("images"))
     whole = Path(place).resolve()
     if sets.train.source == "folder" and Path.cwd().is_relative_to(whole):
         raise UsageError(
