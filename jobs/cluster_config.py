@@ -1,4 +1,4 @@
-"""The section `cluster:` of a recipe: the number of workers, and their resources and environment variables.
+"""The `cluster:` section of a recipe: the number of workers, their resources and environment variables.
 
     cluster: {workers: {least: 4, most: 16}, gpus_per_worker: 1, environment: {NCCL_SOCKET_IFNAME: eth1}}
     python -m jobs submit RECIPE --env NCCL_DEBUG=INFO
@@ -23,7 +23,7 @@ OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MA
 
 @dataclass(frozen=True)
 class WorkerRange:
-    """A range for the number of workers: each attempt uses as many as the stage allows and the cluster has room for."""
+    """A range of worker counts: each attempt uses as many workers as the stage allows and the cluster has room for."""
 
     least: int = 1  # minimum number of workers; with less room the stage waits
     most: int = "???"  # type: ignore[assignment]  # maximum number of workers
@@ -91,13 +91,13 @@ class ClusterConfig:
 
     @property
     def world(self) -> int:
-        """Return the number of workers of an attempt; the supervisor has replaced a range with a number."""
+        """Return the number of workers in an attempt, for which the supervisor has replaced a range with a number."""
         assert isinstance(self.workers, int), self.workers
         return self.workers
 
 
 def check_environment(environment: Mapping[str, str], place: str = "") -> None:
-    """Raise ConfigError if the recipe must not set a variable for workers; `place` precedes its name in the message."""
+    """Raise ConfigError for worker variables that a recipe must not set; in messages, `place` precedes the name."""
     for name, value in environment.items():
         problem = ""
         if not NAME.fullmatch(name):

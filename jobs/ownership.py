@@ -15,7 +15,7 @@ The lifecycle of a lease (`Lease`):
 `holder_state` decides whether a holder is alive. It never compares the clocks of two machines, because they differ. If
 the holder is a process on this machine, the kernel knows; otherwise, the lease is watched for at most LOST_PERIODS.
 
-A holder that was suspended for longer notices the higher number before it writes anything (`Lease.confirm`). If its
+A holder suspended for longer notices the higher number before it writes anything (`Lease.confirm`). If its
 workers still try to commit, their attempt number is too low: each commit first reads the newest number.
 """
 
@@ -99,7 +99,7 @@ class SeenLease:
 
     @property
     def holder(self) -> str:
-        """Describe the holder by its process, host, job, start time and command."""
+        """Describe the lease's holder: its process, host, job, start time and command."""
         if self.record is None:
             return f"the command of {LEASE.format(self.number)} (truncated or altered)"
         record = self.record
@@ -185,7 +185,7 @@ class Lease:
         self.check()
         older = []
         for name in self.storage.list(LEASES):
-            # Keep the temporary files of commands that are creating their lease right now.
+            # Keep the temporary files of commands currently creating their lease.
             if "/.tmp-" not in name and name < LEASE.format(self.number):
                 older.append(name)
         self.storage.delete(older)
@@ -225,7 +225,7 @@ class Lease:
             self.check()
 
     def renew(self, *, is_released: bool = False) -> None:
-        """Rewrite this lease's file to show that the command is alive. Raises StorageError, OSError."""
+        """Rewrite this lease's file as a sign that the command is alive. Raises StorageError, OSError."""
         self.record["renewals"] += 1
         self.record["is_released"] = is_released
         self.storage.renew(LEASE.format(self.number), self.content())
@@ -290,9 +290,9 @@ def newest_lease(storage: Storage) -> SeenLease | None:
 
 
 def holder_state(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> tuple[State, SeenLease | None]:
-    """Return whether a run has a live owner, and its newest lease; if needed, watch it for at most `periods` renewals.
+    """Return whether a run has a live owner, and the newest lease; watch the lease for up to `periods` if needed.
 
-    `log` reports this wait. Raises StorageError, OSError.
+    `periods` is a number of renewal periods. `log` reports this wait. Raises StorageError, OSError.
     """
     seen = newest_lease(storage)
     if seen is None or seen.is_released:
@@ -301,8 +301,8 @@ def holder_state(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> t
     if seen.record is not None:
         period_s = seen.record["period_s"]
     wait_s = periods * period_s
-    # 1. A process on this machine: the kernel knows whether it is alive. If it is, but has stopped renewing, watch the
-    # lease (3).
+    # 1. A process on this machine: the kernel knows whether it is alive. If it is alive but has stopped renewing, watch
+    #    the lease (3).
     if seen.record is not None and seen.record["machine"] == this_machine():
         if start_of(seen.record["pid"]) != seen.record["start"]:
             return "lost", seen
@@ -359,7 +359,7 @@ def stop_holder(storage: Storage, seen: SeenLease, log: Log, patience_s: float) 
                 f"  to stop it for good, run on {seen.record['host']}: {words} {name}"
             )
     storage.put(STOP.format(seen.number), b"")
-    log(f"requested a commit and stop of {seen.holder}; waiting up to {patience_s:.0f} s")
+    log(f"asked {seen.holder} to commit and stop; waiting up to {patience_s:.0f} s")
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         state, now = holder_state(storage, log)
@@ -392,7 +392,7 @@ def clock() -> float:
 
 
 def this_machine() -> str:
-    """Return an identifier for the current boot of the kernel and the PID namespace of this process."""
+    """Return an identifier of the kernel's current boot and this process's PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
@@ -433,7 +433,7 @@ def this_job() -> str:
 
 
 def check_run_path(run: Path) -> None:
-    """Raise ConfigError if a path cannot be a run directory: a name in it is too long or belongs to a file."""
+    """Raise ConfigError if a path cannot be a run directory: a component is too long, or is a file."""
     if run == run.parent:
         raise ConfigError(f"run is {run}, expected a separate folder\n  set run={run}NAME")
     for name in run.parts:

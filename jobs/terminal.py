@@ -1,4 +1,4 @@
-"""The terminal output of a command: lines, the current activity, and progress bars.
+"""The terminal output of a command: lines, its current activity, and progress bars.
 
     progress = ProgressMeter("samples", total=60_000)
     progress(1_200, "3 shards")        1.2k of 60.0k samples  3 shards  240/s  eta 4m05s
@@ -46,7 +46,7 @@ CLOSE_S = 3.0  # how long `close` waits for the remaining lines: a terminal may 
 
 
 class LiveBar:
-    """A progress bar at the bottom of a terminal, with a spinner that shows that the process is alive."""
+    """A progress bar at the bottom of a terminal, with a spinner to show that the process is alive."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         """Set up a bar on stdout, or on the given stream."""
@@ -83,7 +83,7 @@ class LiveBar:
 
     def write(self, text: str) -> None:
         """Print a line above the bar."""
-        # Print brackets literally, numbers without color, and long lines unwrapped.
+        # Print brackets literally, numbers without colour, and long lines unwrapped.
         self.rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class LiveBar:
 
 
 class Activity:
-    """Shows an activity that takes longer than WAIT_S: as a bar on a terminal, otherwise as a line on stderr."""
+    """Shows an activity longer than WAIT_S: as a bar on a terminal, otherwise as a line on stderr."""
 
     def __init__(self) -> None:
         self.text = ""  # "" if there is nothing to show
@@ -140,7 +140,7 @@ activity = Activity()  # one per process, because a terminal has room for one ba
 
 
 class ProgressMeter:
-    """Shows the progress of a long task with `show` or, if that returns False, by a line every `every_s` seconds."""
+    """Shows a long task's progress with `show` or, if that returns False, with a line every `every_s` seconds."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class ProgressMeter:
         self.last_line = self.began
 
     def __call__(self, done: int, note: str = "") -> None:
-        """Show that `done` units are done, followed by a note."""
+        """Show that `done` units are complete, followed by a note."""
         from pipeline.values import amount, duration  # see LiveBar.update
 
         now = self.clock()
@@ -188,11 +188,11 @@ class ProgressMeter:
         self.log("  ".join(filter(None, parts)))
 
     def packed(self, shards: int, samples: int) -> None:
-        """Show the number of packed samples; the `report` callback of data.shards.packing and of repairs."""
+        """Show the number of packed samples; the `report` callback for data.shards.packing and for repairs."""
         self(samples, f"{shards} shards")
 
     def of(self, done: int, total: int) -> None:
-        """Show how many of a total are done; the `report` callback of indexing and checking."""
+        """Show how many items of a total are done; the `report` callback for indexing and checking."""
         self.total = total
         self(done)
 
@@ -261,7 +261,7 @@ class Terminal:
         if self.thread.is_alive():
             # The queue also contains the None, which stands for the line that the thread cannot write.
             lost += self.waiting.qsize() - self.is_move_waiting
-            # rich's bar has replaced stdout and stderr by streams that block like the terminal.
+            # rich's bar has replaced stdout and stderr with streams that block like the terminal.
             if self.has_bar:
                 sys.stdout = sys.__stdout__
                 sys.stderr = sys.__stderr__
@@ -308,7 +308,7 @@ class Terminal:
 
 
 def folded(text: str, width: int) -> str:
-    """Wrap the long lines of a string at spaces, for a terminal with `width` columns.
+    """Wrap a string's long lines at spaces, for a terminal with `width` columns.
 
     Continuation lines are indented. A command stays on one line, so that it can be copied.
     """
@@ -387,7 +387,7 @@ def typed_command() -> str:
 
 
 def echo(line: str) -> None:
-    """Print a line of a command's result immediately, without control characters."""
+    """Print a line of output immediately, without control characters."""
     text = as_typed(printable_lines(line))
     # If there is a bar, write above it with our own wrapping, so that commands in the text can be copied.
     if activity.bar is not None:
@@ -397,7 +397,7 @@ def echo(line: str) -> None:
 
 
 def write_last(text: str) -> None:
-    """Write a line to stderr before the process exits; give up after a few seconds if the write blocks."""
+    """Write a last line to stderr before the process exits; give up after a few seconds if the write blocks."""
     stream = sys.stderr
     text = for_stream(as_typed(text), stream)
     handle = handle_of(stream)

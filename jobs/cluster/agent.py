@@ -13,7 +13,7 @@ On a Ray cluster, the agent is an actor; without Ray, it is an object in the dri
    replaced.
 4. `stop` tells the workers to commit and exit; `end` kills the remaining processes of an attempt.
 
-When the driver ends, so do the agent and its workers (fork_server.py).
+If the driver exits or is killed, its agents and workers exit too (fork_server.py).
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ _umask_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class StartRequest:
-    """A request that tells an agent to start the workers of an attempt on its node."""
+    """A request to an agent to start an attempt's workers on its node."""
 
     ranks: Sequence[RankInfo]
     payload: bytes  # pickled (function, task)
@@ -96,7 +96,7 @@ class NodeReport:
 
     news: int  # number of events on this node so far; the next poll sends it back
     workers: list[WorkerState] = field(default_factory=list)
-    sigterm_ranks: list[int] = field(default_factory=list)  # ranks of the workers that have received SIGTERM
+    sigterm_ranks: list[int] = field(default_factory=list)  # ranks of the workers with a pending SIGTERM
     # Changed files, if the node does not share the driver's storage.
     changes: list[Change] = field(default_factory=list)
     fault: str = ""  # why the agent has killed its fork server in this attempt
@@ -147,7 +147,7 @@ class Agent:
         """Start the fork server, unless it is already running, without waiting until it is ready.
 
         The fork server imports modules only for workers without GPUs: importing torch or DeepSpeed may initialise CUDA,
-        and a process that has initialised CUDA must not fork.
+        after which a process must not fork.
         """
         with self.changed:
             if self.server is None:
@@ -212,9 +212,9 @@ class Agent:
             return self.files is not None
 
     def poll(self, news: int, wait_s: float, acknowledged: Mapping[str, Mark]) -> NodeReport:
-        """Return the state of the workers after `wait_s`, or at once if there are events newer than number `news`.
+        """Return the workers' states after `wait_s` seconds, or at once if there are events after event number `news`.
 
-        `acknowledged` contains the marks of file changes that the driver has written.
+        `acknowledged` contains the marks of the file changes already written by the driver.
         """
         deadline = time.monotonic() + wait_s
         with self.changed:
@@ -239,7 +239,7 @@ class Agent:
             return NodeReport(self.news, states, sigterm_ranks, changes, self.fault)
 
     def acknowledge(self, acknowledged: Mapping[str, Mark]) -> None:
-        """Record which file changes the driver has written."""
+        """Record which file changes have been written by the driver."""
         with self.changed:
             if self.files is not None:
                 self.files.acknowledge(acknowledged)
@@ -254,7 +254,7 @@ class Agent:
             return any(worker.record is not None for worker in self.workers.values())
 
     def end(self) -> str:
-        """Kill the attempt's workers and their data loaders, and wait until they are gone.
+        """Kill the attempt's workers and their data loaders, and wait until they have exited.
 
         Returns why the fork server had to be killed; "" if it is healthy.
         """
@@ -305,7 +305,7 @@ class Agent:
                     elif isinstance(answer, WorkerEnded):
                         # A worker writes its record before it ends; if there is no record, it was killed or crashed. A
                         # negative exit code is a signal. The kernel's OOM killer sends SIGKILL too, but reports no pid:
-                        # its counter is the only evidence that is readable everywhere.
+                        # its counter is the only evidence readable everywhere.
                         self._read_records()
                         self.ended_pids.add(answer.pid)
                         if answer.exit_code >= 0:
@@ -356,7 +356,7 @@ class Agent:
 
 
 def remove_folders_of_killed_agents(parent: Path) -> None:
-    """Remove this user's agent folders whose lock is not held. Every user of the machine may write to `parent`."""
+    """Remove this user's agent folders without a held lock from `parent`, to which all users may write."""
     for other in parent.glob(f"{FOLDER_PREFIX}*"):
         # Another user may have created the folder, or a link or pipe of this name: do not open anything in it.
         if not (is_own(other) and is_own(other / LOCK)):
@@ -375,7 +375,7 @@ class OomKills:
         self.are_recent()
 
     def are_recent(self) -> bool:
-        """Return whether the kernel's OOM-kill counter rose within OOM_WINDOW_S; False if the counter is unreadable.
+        """Return whether the kernel's OOM-kill counter rose in the last OOM_WINDOW_S seconds; False if unknown.
 
         This is called about once a second, so the oldest stored count is at least as old as the window.
         """

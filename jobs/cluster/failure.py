@@ -64,7 +64,7 @@ class WorkerGroupError(Exception):
 
 
 class StageFailed(PatchlineError):
-    """A stage failed for a reason that a restart cannot fix; has the worker's exit code and exception class."""
+    """A stage failed for a reason that a restart cannot fix; stores the worker's exit code and exception class."""
 
     def __init__(self, message: str, exit_code: int, kind: str = "") -> None:
         super().__init__(message)
@@ -84,7 +84,7 @@ class Evidence:
     losses: Mapping[int, str]  # ranks on lost nodes → how the node was lost
 
     def ends(self) -> dict[int, WorkerRecord]:
-        """Return the records of the workers that have ended."""
+        """Return the records of ended workers."""
         ends = {}
         for rank, state in self.states.items():
             if state.record is not None and "ended" in state.record:
@@ -92,7 +92,7 @@ class Evidence:
         return ends
 
     def deaths(self) -> dict[int, str]:
-        """Return the cause of death of each worker that ended without writing a record.
+        """Return the cause of death of each worker that ended without a final record, by rank.
 
         A lost node does not count if any worker has requested an exit code, because a drained node disappears as soon
         as its workers have committed.
@@ -146,8 +146,8 @@ class Evidence:
             cause = "its workers ended without reporting a result"
             return None if len(ends) == self.world else WorkerGroupError(None, "", cause)
 
-        # False sorts before True, so requested exit codes come before crashes. A worker that has reached its limit of
-        # open files comes first among crashes: its connections fail, so its peers crash too.
+        # False sorts before True, so requested exit codes come before crashes. A worker at its limit of # open files
+        # comes first among crashes: its connections fail, so its peers crash too.
         first = min(
             raised,
             key=lambda record: (record["exit_code"] is None, OUT_OF_FILES not in record["error"], record["ended"]),

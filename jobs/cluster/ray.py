@@ -1,8 +1,7 @@
-"""Connect this process to a Ray cluster: the cluster at RAY_ADDRESS, or an embedded cluster that ends with this
-process.
+"""Connect this process to a Ray cluster: the one at RAY_ADDRESS, or an embedded one that ends with this process.
 
 Steps of `connect`:
-1. Stop an embedded cluster that has too few CPUs or no GPUs for these workers.
+1. Stop an embedded cluster with too few CPUs or no GPUs for these workers.
 2. If not connected, join the cluster at RAY_ADDRESS. If RAY_ADDRESS is not set, join an embedded cluster (embedded.py),
    and start it unless it was started early.
 
@@ -38,7 +37,7 @@ from jobs.terminal import echo
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = "patchline"
-WAITING = "waiting for the cluster: "  # prefix of the driver's line about missing places, recognized by `jobs list`
+WAITING = "waiting for the cluster: "  # prefix of the driver's line about missing places, recognised by `jobs list`
 CONNECT_TIMEOUT_S = 5.0
 HEAD_WAIT_S = 60.0  # at boot, a systemd unit waits for its head this long, then exits with 69 and is restarted
 HEAD_POLL_S = 0.2
@@ -159,7 +158,7 @@ def _join_embedded(cluster: ClusterConfig) -> None:
             raise RuntimeError(f"this process imported Ray before {embedded.LOOPBACK_ONLY} was 0")
         _init_ray(address=text)
     except Exception as error:
-        # The guard kills and removes everything that was started.
+        # The guard kills and removes everything started so far.
         disconnect()
         reason = [*str(error).strip().splitlines(), type(error).__name__][0]
         raise ClusterError(
@@ -203,7 +202,7 @@ def _keep_sigterm_handler(work: Callable[[], Any]) -> Any:
 def require_reachable(address: str) -> None:
     """Raise ClusterError if no server listens at HOST:PORT or a URL. Ray itself takes a minute and reports less."""
     try:
-        # urlsplit recognizes host and port only after a scheme, so add one.
+        # urlsplit recognises host and port only after a scheme, so add one.
         with_scheme = address
         if "://" not in address:
             with_scheme = f"ray://{address}"

@@ -46,6 +46,6 @@ class RayAgent(Agent):
 
 
 def call_actor(actor: Any, method: str, *arguments: object) -> "Future[Any]":
-    """Call a method of an agent's actor; return a future for the result."""
+    """Call a method of an agent's actor; return a future with the result."""
     future: Future[Any] = getattr(actor, method).remote(*arguments).future()
     return future

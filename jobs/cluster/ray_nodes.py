@@ -147,7 +147,7 @@ class RayNodes(RayPlaces):
         self.actors.pop(node_id, None)
 
     def give_up(self, agent: NodeAgent) -> None:
-        """Kill an unresponsive agent and its workers, and avoid its node."""
+        """Kill an unresponsive agent and its workers, and avoid the agent's node."""
         self.avoid([agent.node_id])
         # Ray kills a frozen process after 5 s; its fork server and workers end with it.
         self.end_agent(agent.node_id)
@@ -199,7 +199,7 @@ class RayNodes(RayPlaces):
         self.avoid(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in node_ids)
 
     def exclude(self, node_ids: Set[str], least: int) -> int:
-        """Exclude nodes until this process ends, and return how many workers the remaining nodes can hold.
+        """Exclude nodes until this process ends; return how many workers fit on the remaining nodes.
 
         Excludes nothing if that number is less than `least`.
         """
@@ -211,7 +211,7 @@ class RayNodes(RayPlaces):
         return room
 
     def identities(self) -> dict[str, Identity]:
-        """Return the code and package versions of every node that responds, by node id."""
+        """Return the code and package versions of each responding node, by node id."""
         values, _ = run_on_nodes(identity, "", without=(), timeout_s=IDENTITY_S)
         return dict(values)
 
@@ -246,7 +246,7 @@ _joined: dict[tuple[str, str], RayNodes] = {}  # (id of this node, id of this Ra
 
 
 def ray_nodes_of(cluster: ClusterConfig, *, is_embedded: bool) -> RayNodes:
-    """Return this process's places and agents in the cluster that it has joined."""
+    """Return this process's places and agents in the joined cluster."""
     # Each cluster counts its job ids from 1, so the node id, which is unique, is needed too.
     context = ray.get_runtime_context()
     connection = (str(context.get_node_id()), str(context.get_job_id()))

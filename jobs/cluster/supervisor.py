@@ -1,4 +1,4 @@
-"""Run attempts of a stage on a worker group until one succeeds, or until a further attempt would not help.
+"""Run attempts of a stage on a worker group until one succeeds or a further attempt would not help.
 
     supervise(train, make_task, context, worlds=(4, 2, 1), stall_s=600.0)
     → {"step": 40, "samples_seen": 640, …}: the value of `train(task)` in rank 0 of the attempt that succeeded
@@ -175,7 +175,7 @@ class Attempt:
     can_commit: bool
 
     def look(self) -> None:
-        """Check the last reported state of the workers; called about every 0.5 s.
+        """Check the workers' last reported states; called about every 0.5 s.
 
         Raises WorkerGroupError if a worker is stuck, Preempted if a stop is requested and there is nothing to commit.
         """
@@ -311,7 +311,7 @@ def exclude_unlike_nodes(context: Context, nodes: Nodes, failure: WorkerGroupErr
 def recover(
     context: Context, nodes: Nodes, history: History, failure: WorkerGroupError, world: int, *, made_progress: bool
 ) -> None:
-    """Handle a failed attempt of `world` workers (step 10 of the module's docstring).
+    """Handle a failed attempt with `world` workers (step 10 of the module's docstring).
 
     Returns when the next attempt may start. Raises Preempted (also if a stop is requested during the wait), RunOwned
     and StageFailed.

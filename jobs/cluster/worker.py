@@ -8,8 +8,8 @@
        … and "ended": 1763800100.0, "value": {"step": 40}
        … or "ended": 1763800100.0, "exit_code": 65, "kind": "DataError", "error": "…", "traceback": "…"
 
-   These records are for people. The agent reads a copy in the node's folder, which is local to the node. The worker
-   also reports its phase there (pipeline/monitoring/watchdog.py).
+   These records are meant for people. The agent reads a copy in the node's folder, which is local to the node. The
+   worker also reports its phase there (pipeline/monitoring/watchdog.py).
 4. It waits until the agent kills it. Until then, rank 0 serves the store through which the workers find each other, and
    the connections of a failed worker stay open, so that its peers do not fail too.
 """
@@ -102,7 +102,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything that a forked worker needs to start."""
+    """The data that a forked worker needs to start."""
 
     info: RankInfo
     payload: bytes  # pickled (function, task), so that agent and fork server need not import the function
@@ -256,4 +256,4 @@ def _listen(lifeline: int, signals: int, sigterm_file: Path, news: int) -> None:
 
 
 def outlive(number: int, frame: FrameType | None) -> None:
-    """A signal handler that does nothing. Unlike SIG_IGN, child programs do not inherit it."""
+    """Do nothing; used as a signal handler because, unlike SIG_IGN, child programs do not inherit it."""

@@ -42,9 +42,9 @@ TOGETHER_S = 0.05  # agents with the same deadline respond within this time
 MISSED_BEATS = 6
 # The same limit after a worker has reported a lost peer: probe earlier, because the cause is determined after 1.5 s.
 MISSED_BEATS_PEER = 1
-# An agent that has not responded for this long, although its node does, is suspended (SIGSTOP) or stuck: it is ended,
-# its node is avoided, and the attempt fails. A driver that was itself suspended counts at most MISSED_BEATS of that
-# time.
+# An agent without a response for this long, although its node responds, is suspended (SIGSTOP) or stuck: it is killed,
+# # its node is avoided, and the attempt fails. If the driver itself was suspended, at most MISSED_BEATS of that time #
+# count.
 AGENT_SILENT_S = 30.0
 SILENT_BEATS = 3  # heartbeats that an agent may miss before the last known phases of its workers are outdated
 STATUS_POLL_S = 1.0  # interval between queries for draining and spare nodes
@@ -55,7 +55,7 @@ DRAINED = "its node is being drained"
 
 @dataclass(frozen=True)
 class DrainEvent:
-    """A node's notice that it will leave the cluster."""
+    """The notice that a node will leave the cluster."""
 
     node: str
     node_id: str
@@ -116,7 +116,7 @@ class WorkerGroup:
         self.addresses: dict[int, str] = {}  # addresses of the workers' nodes, by rank
         # Rank of a worker on the node → event; None stands for the driver's node, from which the driver cannot move.
         self.drain_events: dict[int | None, DrainEvent] = {}
-        self.remarks: list[str] = []  # about agents that were replaced without harm to the attempt; for the log
+        self.remarks: list[str] = []  # about agents replaced without harm to the attempt; for the log
         self.stop_requested = -math.inf
         self.has_ended = threading.Event()
         self.draining: set[str] = set()  # ids of draining nodes; like `spare`, set by a thread
@@ -156,7 +156,7 @@ class WorkerGroup:
         return has_started
 
     def evidence(self) -> Evidence:
-        """Return the workers' states, to determine the cause of a failure."""
+        """Return the workers' states as evidence for the cause of a failure."""
         losses = {}
         for link in self.links:
             if link.loss:
@@ -408,7 +408,7 @@ class WorkerGroup:
             self.nodes.give_up(link.agent)
 
     def check_nodes(self, links: Sequence[AgentLink], limit: int) -> None:
-        """Probe the nodes of agents that have missed `limit` heartbeats, and record which nodes are lost.
+        """Probe the nodes of agents with at least `limit` missed heartbeats, and record which nodes are lost.
 
         Pass a `limit` of 0 for agents whose last call has failed.
         """
@@ -417,7 +417,7 @@ class WorkerGroup:
         if not silent:
             return
         for link, loss in zip(silent, self.nodes.losses_of([(link.agent, link.error) for link in silent]), strict=True):
-            # Without an error, the agent has been silent since it was asked.
+            # Without an error, the agent has been silent since it was last polled or probed.
             if not loss and link.error is None and link.is_up:
                 link.silent_s += min(now - link.asked, MISSED_BEATS * POLL_S)
                 if link.silent_s >= AGENT_SILENT_S:

@@ -43,7 +43,7 @@ def run(
 
 
 def kinds_of(context: typer.Context) -> "Kinds":
-    """Load all stage kinds in the command table of the context."""
+    """Load all stage kinds listed in the context's command table."""
     from jobs.kinds import load_kinds
 
     return load_kinds(context.obj.kinds)

@@ -128,7 +128,7 @@ def evaluate(
 
 
 def name_of(path: str) -> str:
-    """Convert the last part of a path to a name that has only letters, digits, dashes and underscores."""
+    """Convert the last part of a path to a name with only letters, digits, dashes and underscores."""
     from data.index.document import SUFFIX
 
     last = path.rstrip("/").rpartition("/")[2] or "weights"

@@ -233,7 +233,7 @@ def index(
                 f"--classes-of {classes_of}: this data set has no class names\n  expected a data set with class names"
             )
 
-    # A single argument that is not a tar is a folder or a URL with a pattern.
+    # A single argument other than a tar is a folder or a URL with a pattern.
     is_folder_or_pattern = len(tars) == 1 and not tars[0].endswith(".tar")
     progress = ProgressMeter("shards")
     with stoppable():
@@ -285,7 +285,7 @@ def check(context: typer.Context, index: "Index", *, workers: int, cache: str | 
 
 
 def cache_config(folder: str | None) -> "CacheConfig":
-    """Return the cache settings for remote shards, like `data.cache` in a recipe; None selects the default folder."""
+    """Return the cache settings for remote shards, as in `data.cache` of a recipe; None selects the default folder."""
     from data.remote.config import CacheConfig
 
     if folder is None:
@@ -296,7 +296,7 @@ def cache_config(folder: str | None) -> "CacheConfig":
 def summary(index: "Index", *, with_gap: bool = False) -> list[str]:
     """Return lines that describe a data set: size, folder, class names and skipped samples.
 
-    With `with_gap`, one line reports the unused class ids, if these are the majority.
+    If `with_gap` is true and most class ids are unused, one line reports this.
     """
     from data.index.names import gap_in_ids, preview
     from data.shards.indexing import decoded_samples

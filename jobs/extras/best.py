@@ -41,5 +41,5 @@ class Best(TrainingExtra):
         yield from ()
 
     def after(self, cfg: TrainConfig, context: Context, outcome: dict[str, Any]) -> None:
-        """Add each metric's best evaluation, including evaluations on a spare worker, to the outcome."""
+        """Add the best evaluation of each metric, including evaluations on a spare worker, to the outcome."""
         outcome["best"] = best_of(evaluations_of(read_metrics(context.directory, None)))

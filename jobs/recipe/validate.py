@@ -5,11 +5,11 @@
 Checks of an unfinished stage:
 1. inputs from outside the campaign exist;
 2. no unfinished stage with the same name has a different config;
-3. a class id means the same class in all its data sets and, if it keeps the head of its initial weights, in these
-   (class_names.py);
+3. a class id means the same class in all its data sets and, if it keeps the head of its initial weights, in those
+   weights too (class_names.py);
 4. the stages that read its output accept it (`StageKind.check_parent`), for example a sweep's table;
 5. the checks of its kind pass (jobs/stages): config against cluster, data sets, and memory.
-Check of a finished stage: files that later stages read have the recorded digests.
+Check of a finished stage: the digests of files read by later stages match the recorded ones.
 
 Data from an earlier stage may not exist yet, so `run` validates each stage again right before it starts.
 """
@@ -79,7 +79,7 @@ def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[Check
 
 
 def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = False) -> list[CheckResult]:
-    """Return the results of all checks of these stages, and of the finished stages that they read."""
+    """Return the results of all checks of these stages and of the finished stages they read."""
     available = Available(campaign)
     names = set()
     for stage in stages:
@@ -136,7 +136,7 @@ def restarted_stages(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[Ch
 
 
 def refuse(results: Iterable[CheckResult]) -> None:
-    """Raise the first FAIL as an error; missing inputs take precedence and are combined into one error."""
+    """Raise the first check result of level FAIL as an error; report all missing inputs first, in one error."""
     failures = []
     missing = []
     for result in results:

@@ -3,7 +3,7 @@
 - `RunLog` prints the lines of the workers and of the driver, and writes them to log.txt.
 - `status_file` maintains status.json: whether the command is running, or how it ended. The exit code is not enough,
   because Ray Jobs reports only 0 or 1.
-- `log_table` logs the results of all stages, and `log_next` the commands to type next.
+- `log_table` logs the results of all stages, and `log_next` the commands to run next.
 """
 
 import json
@@ -92,7 +92,7 @@ class RunLog(Watcher):
         self.shown_bytes.setdefault(self.stage_file, size_of(self.stage_file))
 
     def status(self, message: StatusMessage) -> None:
-        """Show new log lines and the stage's progress; after QUIET_S without output, also what the stage awaits."""
+        """Show new log lines and the stage's progress; after QUIET_S without output, also show what it awaits."""
         if message.state == "waiting":
             return
         self.show_new_lines(message)
@@ -126,7 +126,7 @@ class RunLog(Watcher):
         self.last_wait = (wait, message.attempt)
 
     def show_new_lines(self, message: StatusMessage) -> None:
-        """Show new lines of the stage's log.txt, and copy them to the run's log.txt."""
+        """Show new lines from the stage's log.txt, and copy them to the run's log.txt."""
         log = message.directory / "log.txt"
         shown = self.shown_bytes.get(log, 0)
         if size_of(log) <= shown:
@@ -162,8 +162,8 @@ class RunLog(Watcher):
 def status_file(run: Path, command: str, keep: Callable[[str], None], lease: Lease) -> Iterator[None]:
     """Maintain status.json: "running" during the block, then "done" or, after an error, its exit code and message.
 
-    `keep` writes to the run's log, which gets the command and how it ended. If another command has taken over the run,
-    status.json belongs to that command, and RunOwned is raised instead of any other error.
+    `keep` appends lines to the run's log: first the command, and at the end the result. If another command has taken
+    over the run, status.json belongs to that command, and RunOwned is raised instead of any other error.
     """
     write_status(run, None, "running", command)
     keep(f"{time.strftime(CLOCK)} started: {command}")
@@ -199,7 +199,7 @@ def write_status(run: Path, code: int | None, message: str, command: str) -> Non
 
 
 def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
-    """Log a table of the outcomes of all stages (`rows`): images seen, result and time."""
+    """Log a table with one row per stage: images seen, result and time."""
     width = max([12, *(len(row["stage"]) for row in rows)])
     log(f"{'stage':{width}} {'images seen':>12} {'result':44} {'time':>8}")
     for row in rows:

@@ -119,7 +119,7 @@ def device() -> torch.device:
 def read_images(
     paths: list[str], size: tuple[int, int], limit: int, bad: dict[str, str]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name and the pixels at `size`, (height, width, 3) uint8, of each image; add errors to `bad` by name."""
+    """Yield each image's name and pixels, (height, width, 3) uint8 at `size`; add errors to `bad` by name."""
     for name, encoded in encoded_images(paths, limit):
         try:
             yield name, preprocess(decode(encoded), f"resize({size})")
@@ -128,7 +128,7 @@ def read_images(
 
 
 def attention_of(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) -> AttentionMaps:
-    """Compute attention maps and distances one image at a time; L/16 at 384 px needs half a gigabyte per image."""
+    """Compute attention maps and distances, one image at a time: L/16 at 384 px needs half a gigabyte per image."""
     maps = []
     distances = []
     renormalised = []
@@ -168,7 +168,7 @@ def rounded(tensor: Tensor | None) -> object:
 
 
 def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> None:
-    """Draw figure 6: each image next to a copy that is darkened outside the attended regions."""
+    """Draw figure 6: each image next to a copy darkened outside the attended regions."""
     shown = list(images.values())[:SHOWN]
     height, width = shown[0].shape[:2]
     # All images have the model's input size.
@@ -219,19 +219,19 @@ def draw_features(features: Features, distance: Tensor, path: Path) -> None:
 
 
 def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> None:
-    """Draw, as a grid of maps with gaps, the similarity of each position to all positions."""
+    """Draw the similarity of each position to all positions as a grid of maps with gaps."""
     axes.set_title("Position embedding similarity")
     if similarity is None:
         axes.text(0.5, 0.5, "the model has no added position embeddings", ha="center")
         axes.set_axis_off()
         return
-    # Separate neighboring maps by a line of NaN, which imshow leaves white.
+    # Separate neighbouring maps by a line of NaN, which imshow leaves white.
     rows, columns = similarity.shape[:2]
     framed = F.pad(similarity.double(), (0, 1, 0, 1), value=float("nan"))  # (rows, columns, rows + 1, columns + 1)
     # (rows, columns, rows + 1, columns + 1) → one image, without the NaN after the last row and column.
     picture = framed.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[:-1, :-1]
     drawn = axes.imshow(picture.numpy(), vmin=-1, vmax=1, interpolation="nearest")
-    # Put a tick in the middle of every n-th map, labeled with the map's number starting from 1.
+    # Put a tick in the middle of every n-th map, labelled with the map's number, starting from 1.
     for count, set_ticks in ((columns, axes.set_xticks), (rows, axes.set_yticks)):
         # Round up. A map is `count` wide and is followed by one line of NaN.
         every = -(-count // POSITION_LABELS)
@@ -243,7 +243,7 @@ def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> Non
 
 
 def tiled(components: Tensor, columns: int = 7) -> np.ndarray:
-    """Arrange filters (count, 3, h, w) in one image with white gaps, each scaled to the full colour range."""
+    """Arrange filters (count, 3, h, w) in one image with white gaps; scale each filter to the full colour range."""
     # Filters have no natural scale, so show each from its smallest value (black) to its largest.
     low = components.amin((1, 2, 3), keepdim=True)
     high = components.amax((1, 2, 3), keepdim=True)

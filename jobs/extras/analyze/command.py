@@ -14,7 +14,7 @@ Images = Annotated[list[str], typer.Argument(help="Image files, folders of image
 Output = Annotated[str, typer.Option(metavar="DIR", help="Folder for the figures and numbers.")]
 Limit = Annotated[
     int,
-    typer.Option(min=1, help="Maximum number of images, chosen evenly over the file names; the paper uses 128."),
+    typer.Option(min=1, help="Maximum number of images, selected evenly across the file names; the paper uses 128."),
 ]
 
 

@@ -14,7 +14,7 @@ BORROW_LOOK_S = 1.0  # interval between checks whether other jobs need the borro
 
 
 class SpareBundle(RayNodes):
-    """Resources for one spare worker, borrowed as long as no other job is waiting for them.
+    """Resources for one spare worker, borrowed until another job waits for them.
 
     After training, the resources of the training workers are kept for the next stage; until that stage starts, a spare
     worker can use them.
@@ -28,7 +28,7 @@ class SpareBundle(RayNodes):
         self.next_look = 0.0
 
     def is_free(self) -> bool:
-        """Return whether a node that is not draining has room, and no other job is waiting for resources."""
+        """Return whether a node has room without being drained, and no other job is waiting for resources."""
         if self.has_training_ended and self.training.reservation is not None:
             return True
         free = self.training.state().staying
@@ -44,7 +44,7 @@ class SpareBundle(RayNodes):
         return self.training.has_pending_requests()
 
     def take(self) -> bool:
-        """Take over the resources of a finished training, or reserve others; return False if that takes too long."""
+        """Take training's resources if training has ended; otherwise, reserve others. Return False after a timeout."""
         if self.has_training_ended and self.training.reservation is not None:
             self.reservation = self.training.reservation
             return True

@@ -72,7 +72,7 @@ class NoPlace(Exception):
 
 
 class SpareWorker:
-    """Evaluates a stage's commits and searches for the causes of loss spikes, across all attempts."""
+    """Evaluates a stage's checkpoints and searches for the causes of loss spikes, across all attempts."""
 
     def __init__(self, cfg: TrainConfig, context: Context) -> None:
         self.cfg = cfg
@@ -87,11 +87,11 @@ class SpareWorker:
         self.training_has_ended = False
         self.thread = threading.Thread()
         self.next_poll = 0.0
-        self.trouble = ""  # last logged problem
+        self.trouble = ""  # the problem logged last
 
     @contextmanager
     def during_attempt(self, task: Task, attempt_folder: Path, cluster: ClusterConfig) -> Iterator[None]:
-        """Evaluate commits and search for the causes of spikes while an attempt runs."""
+        """Evaluate checkpoints and search for the causes of spikes while an attempt runs."""
         self.task = task
         self.attempt_folder = attempt_folder
         self.cluster = dataclasses.replace(cluster, workers=1)
@@ -123,7 +123,7 @@ class SpareWorker:
             self.thread.join(END_S)
 
     def finish(self) -> None:
-        """Wait until every requested step has been evaluated, and report the results.
+        """Wait until all requested steps have been evaluated, and report the results.
 
         Raises Preempted if a stop is requested.
         """
@@ -157,14 +157,14 @@ class SpareWorker:
             self.put_outcome(step, {"error": "training has ended"}, "search cancelled because training has ended")
         if getattr(self.cfg, "evaluate_on", "training") == "training":
             return
-        # Delete checkpoints that were kept only for pending evaluations.
+        # Delete checkpoints kept only for pending evaluations.
         try:
             self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, requested_steps(self.stage))
         except OSError as error:
             self.context.log(f"could not delete old checkpoints: {error}")
 
     def report_records(self) -> None:
-        """Report the results that rank 0 had not reported when it ended."""
+        """Report the results not reported by rank 0 before its end."""
         attempt = int(self.attempt_folder.name.rpartition("-")[2])
         if async_evaluation.records(self.stage):
             telemetry = Telemetry(self.stage, 0, attempt)
@@ -215,7 +215,7 @@ class SpareWorker:
             self.search(spikes[0])
 
     def waiting(self, at_most: int) -> list[int]:
-        """Return the committed steps with evaluation requests, oldest first; skip all except the newest `at_most`."""
+        """Return the committed steps with evaluation requests, oldest first; skip all but the newest `at_most`."""
         steps = {step_of(folder) for folder in committed(self.stage / "checkpoints")}
         newest = max(steps, default=-1)
         waiting = []
@@ -285,7 +285,7 @@ class SpareWorker:
         return steps
 
     def search(self, step: int) -> None:
-        """Search for the cause of a spike and store the result; keep the request if others need the resources."""
+        """Search for the cause of a spike and store the result; keep the request if another job needs the resources."""
         # 1. Prepare the stage as for a replay: a separate run with the commit before the step.
         request = artifacts.read_record(self.stage / SEARCHES / f"step-{step:010d}.requested")
         run = self.stage / SEARCHES / f"step-{step:010d}"
@@ -295,7 +295,7 @@ class SpareWorker:
         claim.touch()
         directory = run / self.stage.name
         folder = attempt_folder(directory, self.number)
-        shutil.rmtree(folder, ignore_errors=True)  # left by a command that was killed during the search
+        shutil.rmtree(folder, ignore_errors=True)  # left by a command killed during the search
         folder.mkdir(parents=True)
         # Mask samples found by earlier searches, so that a sample that caused several spikes is found only once.
         masked = [[0, *sample["range"]] for sample in culprit_samples(self.stage)]

@@ -41,7 +41,7 @@ SLIGHT = 0.05  # differences of two numbers below this relative size are listed 
 
 
 def diff(mine: str, other: str, overrides: list[str], kinds: Kinds) -> None:
-    """Print the meaningful differences between the stages of two recipes or runs.
+    """Print the meaningful differences between two recipes or runs, stage by stage.
 
     `overrides` apply to `other`. Raises UsageError if there are no stages to compare.
     """
@@ -83,7 +83,7 @@ def diff(mine: str, other: str, overrides: list[str], kinds: Kinds) -> None:
 
 
 def stages_of(path: str, overrides: list[str], kinds: Kinds) -> list[ComparedStage]:
-    """Return the stages of a run, a single stage of a run, or the stages of a recipe with overrides applied."""
+    """Return the stages of a run, one stage of a run, or the stages of a recipe after applying the overrides."""
     folder = Path(path)
     is_run = any(folder.glob("*/stage.json"))
     # The key at the end of a stage folder's name can be omitted: runs/mine/finetune.

@@ -1,4 +1,4 @@
-"""Read the facts that can affect a stage's results from its records, and compare two stages.
+"""Read the facts that can affect a stage's results from the stage's records, and compare two stages.
 
 1. `recorded_facts` returns a flat dict: config keys, data sets with their tars, code version, world sizes, hardware,
    and packages.

@@ -16,7 +16,7 @@ from jobs.terminal import ProgressMeter, echo
 if TYPE_CHECKING:
     from data.extras.doctor.doctor import Report
 
-MOST_LABELS = 1000  # classes of a sample that are listed
+MOST_LABELS = 1000  # maximum number of classes listed per sample
 Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Also write a self-contained HTML report.")]
 World = Annotated[int, typer.Option(min=1, help="Assume this many training workers in the advice.")]
 RepairedFolder = Annotated[str, typer.Argument(help="Folder for the new data set; not the folder of the old one.")]
@@ -51,7 +51,7 @@ def stats(
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> None:
-    """Read headers and labels only; print the distributions of image sizes and classes."""
+    """Read only headers and labels; print the distributions of image sizes and classes."""
     report = examine(path, decode=False, page=page, world=world, workers=workers, cache=cache)
     for name, spread in report.spreads.items():
         # Print percentiles, because a single unusual image would determine minimum and maximum.

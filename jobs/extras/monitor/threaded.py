@@ -4,8 +4,7 @@
         def show(self, message: StatusMessage) -> None: ...
 
 The driver stores the newest status message. Every five seconds, the thread passes it to `show`; Ray gauges must be set
-at least every 20 s. If a call fails, the failure is logged, and the next
-call tries again.
+at least every 20 s. If a call fails, the failure is logged, and the next call tries again.
 """
 
 import threading
@@ -33,8 +32,8 @@ class ThreadedWatcher(Watcher):
     def __init__(self) -> None:
         self.is_shown = False  # whether the current stage has workers
         self.newest: StatusMessage | None = None  # newest message of the current stage
-        self.ends: deque[StatusMessage] = deque()  # last messages of ended stages that are not shown yet
-        self.complaints: set[str] = set()  # failures that have been logged
+        self.ends: deque[StatusMessage] = deque()  # last messages of ended stages, not shown yet
+        self.complaints: set[str] = set()  # failures already logged
         self.closing = threading.Event()
         self.log: Callable[[str], None] = print
         self.thread: threading.Thread | None = None
@@ -103,7 +102,7 @@ class ThreadedWatcher(Watcher):
 
     @contextmanager
     def failures_logged(self) -> Iterator[None]:
-        """Log each distinct exception of the block once, and continue."""
+        """Log each distinct exception raised in the block once, and continue."""
         try:
             yield
         except Exception as error:

@@ -179,7 +179,7 @@ class Tracker(ThreadedWatcher):
 
 
 class Trackers(Watcher):
-    """Sends a run's metrics to all trackers in its recipe."""
+    """Sends a run's metrics to all trackers configured in its recipe."""
 
     def __init__(self) -> None:
         self.trackers: list[Tracker] | None = None  # None before the first stage
@@ -205,7 +205,7 @@ class Trackers(Watcher):
 
 
 def start_trackers(options: TrackersConfig, log: Log) -> list[Tracker]:
-    """Start all trackers in the recipe; if a client fails to start, log the error and continue without it."""
+    """Start all configured trackers; if a client fails to start, log the error and continue without that tracker."""
     trackers = []
     for name in options.used():
         try:
@@ -243,7 +243,7 @@ def facts_of(campaign: Campaign, stage: Stage) -> dict[str, Any]:
 
 
 def numbers_of(record: Record) -> dict[str, float]:
-    """Return the numbers in a record, named as in TensorBoard: {"train/loss": 2.841, …}."""
+    """Return a record's numbers, named as in TensorBoard: {"train/loss": 2.841, …}."""
     numbers = {}
     for name, value in record.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

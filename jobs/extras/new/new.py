@@ -1,4 +1,4 @@
-"""Implements `patchline new FOLDER`: inspect images and this machine, and write a recipe that is ready to run.
+"""Implements `patchline new FOLDER`: inspect images and this machine, and write a ready-to-run recipe.
 
     photos: 600 images of 3 classes (cat 200, dog 200, fox 200), median size 500 × 375 px
     held out: 20% of each class, because no part is named val or test
@@ -57,7 +57,7 @@ def new(
     unlabelled: bool,
     probe: bool = False,
 ) -> None:
-    """Write a recipe for the images at a path, or at the paths to which the shell has expanded a pattern.
+    """Write a recipe for the images at a path, or at several paths expanded from a pattern by the shell.
 
     Raises DataError, ConfigError, or UsageError, for example if the recipe exists.
     """
@@ -90,7 +90,7 @@ def new(
             raise UsageError(
                 "--model cannot be combined with --init, whose weights determine the model\n  omit --model"
             )
-        # Raises ConfigError if the model is unknown.
+        # This raises ConfigError if the model is unknown.
         model_config({"name": model, "image_size": 224, "classes": 2})
     if probe and init is None:
         raise UsageError("--probe evaluates the features of weights\n  add --init WEIGHTS")
@@ -188,7 +188,7 @@ def name_of(place: str) -> str:
 
 
 def describe(image_set: FoundSet) -> None:
-    """Print the contents of a data set, and which images are excluded."""
+    """Print the contents of a data set, and the excluded images."""
     text = f"{image_set.path}: {image_set.images:,} images"
     if image_set.classes:
         largest = []
@@ -215,7 +215,7 @@ def describe(image_set: FoundSet) -> None:
 
 
 def inputs_of(sets: Sets) -> tuple[dict[str, dict[str, Any]], dict[str, str], str]:
-    """Return the data sets to pack, the quoted paths for training and evaluation, and the data set to hold out from."""
+    """Return the data sets to pack, the quoted training and test paths, and the data set to split for evaluation."""
     places = {}
     packed = {}
     for set_name, image_set in (("train", sets.train), ("test", sets.test)):
@@ -238,7 +238,7 @@ def inputs_of(sets: Sets) -> tuple[dict[str, dict[str, Any]], dict[str, str], st
 
 
 def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", machine: "Machine") -> None:
-    """Render the recipe: the data sets of its stages, and a comment with the reason for each choice."""
+    """Render and write the recipe, with a comment on the reason for each choice."""
     # 1. The cluster.
     cluster: dict[str, Any] = {"backend": "processes", "workers": machine.workers}
     cores_of_worker = max(1, machine.cores // machine.workers)
@@ -289,7 +289,7 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
 
 
 def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:
-    """Render the recipe of a linear probe, which fits classifiers to the features of a frozen model."""
+    """Render and write a recipe for a linear probe, which fits classifiers to the features of a frozen model."""
     packed, places, path_of_parts = inputs_of(sets)
     if "test" not in places:
         raise UsageError(
@@ -316,7 +316,7 @@ def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template in this folder."""
+    """Render a template from this folder."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,

@@ -113,7 +113,7 @@ class TrainingChoice:
     is_over_time: bool  # whether the minimum number of steps exceeds the time limit
     init: str | None  # weights to fine-tune
     finetuning: FineTuning | None = None  # how to fine-tune them
-    preprocess: str | None = None  # evaluation ops that were recorded with the weights, for the model's size
+    preprocess: str | None = None  # evaluation ops recorded with the weights, for the model's size
 
 
 def this_machine() -> Machine:
@@ -222,7 +222,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
 
 
 def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[ModelCandidate]:
-    """Return the candidate models for images of this size; only one candidate if `name` is given."""
+    """Return the candidate models for images of this size, or only the model `name` if given."""
     train = sets.train
     side = train.shorter_side
     # Tiny images get small patches. On CPUs, large images are downscaled, because training would take days otherwise.
@@ -260,7 +260,7 @@ def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[Model
 
 
 def by_images(images: int, table: Sequence[tuple[int, int]]) -> int:
-    """Return the value in the first row of the table whose minimum number of images is reached."""
+    """Return the value in the first row of `table` whose minimum number of images is reached."""
     return next(entry for least, entry in table if images >= least)
 
 

@@ -1,1 +1,1 @@
-"""Plan a run, measure its training steps, and check the cluster before the run starts."""
+"""Before a run starts: plan it, measure its training steps, and check the cluster."""

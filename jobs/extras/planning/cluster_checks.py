@@ -1,4 +1,4 @@
-"""Check a cluster: compare the reports of nodes and workers with the requirements of the campaign.
+"""Check a cluster: compare the nodes' and workers' reports with the campaign's requirements.
 
 These functions neither measure nor wait, so equal reports give equal results. The table of checks is in checks.py.
 """
@@ -57,7 +57,7 @@ class Requirements:
 
 
 class ClusterFacts:
-    """The reports of nodes and workers, and the requirements of the campaign."""
+    """The nodes' and workers' reports, and the campaign's requirements."""
 
     def __init__(self, report: PreflightReport, requirements: Requirements) -> None:
         self.workers = report["workers"]
@@ -88,7 +88,7 @@ def code(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def versions(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Check that all workers and nodes have the package versions of the majority."""
+    """Check that all workers and nodes have the same package versions as the majority."""
     remedy = "install the versions in constraints.txt on that node"
     must = differences(facts.identities, MUST_BE_EQUAL)
     should = differences(facts.identities, SHOULD_BE_EQUAL)
@@ -104,7 +104,7 @@ def versions(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def workers(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """List the workers by node and their devices; warn about mixed devices."""
+    """List the workers and devices of each node; warn about mixed devices."""
     identities = facts.identities[: len(facts.workers)]
     ranks_of: dict[str, list[str]] = {}
     for worker in identities:
@@ -240,7 +240,7 @@ def links(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def run_folder(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Check that driver and nodes share the run directory, and that its storage supports the required operations."""
+    """Check that driver and nodes share the run directory, on storage that supports the required operations."""
     if not facts.requirements.is_shared:
         yield CheckVerdict("OK", "separate on each node, because the run is in an object store")
         return
@@ -290,7 +290,7 @@ def clocks(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def disk(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Compare the free space in the run directory with the size of future checkpoints."""
+    """Compare the free disk space in the run directory with the size of future checkpoints."""
     free = [folder["free_bytes"] for _, folder in facts.folders if folder["written_bytes"]]
     if not free:
         yield CheckVerdict("WARN", "not measured, because no node could write to the run directory")
@@ -302,7 +302,7 @@ def disk(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def disk_speed(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Estimate how long the largest checkpoint takes, from the measured write speed of the run directory."""
+    """Estimate how long it takes to write the largest checkpoint, from the measured speed of the run directory."""
     written = [folder for _, folder in facts.folders if folder["written_bytes"]]
     if not written:
         return
@@ -319,7 +319,7 @@ def disk_speed(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def memory(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Compare free memory with the estimates of `plan`, on the node with the least memory per worker."""
+    """Compare free memory with `plan`'s estimates, on the node with the least memory per worker."""
     tightest = min(
         facts.workers,
         key=lambda worker: worker["machine"]["memory_free"] / facts.workers_on[worker["identity"]["node"]],
@@ -335,7 +335,7 @@ def memory(facts: ClusterFacts) -> Iterator[CheckVerdict]:
         gpu_needed = max(gpu_needed, stage.memory_bytes or 0)
         if stage.memory_bytes is None:
             untraced.append(stage.name)
-        # With GPUs, host memory holds only the snapshot that is being saved.
+        # With GPUs, host memory holds only the snapshot being saved.
         bytes_here = stage.snapshot_bytes
         if not facts.requirements.gpus_per_worker:
             bytes_here += stage.memory_bytes or 0

@@ -29,7 +29,7 @@ def plan(
     ] = None,
     _debug: Debug = False,
 ) -> None:
-    """Print a recipe's memory needs, duration, cost and stages; exit with the same code as `run` would."""
+    """Print a recipe's memory needs, duration, cost and stages; exit with the code with which `run` would exit."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     if resolved:
         from jobs.extras import recipe_text
@@ -68,7 +68,7 @@ def plan(
 
 
 def preflight(context: typer.Context, recipe: Recipe, overrides: Overrides = None, _debug: Debug = False) -> int:
-    """Measure workers, links, disks and data before a run; print OK, WARN or FAIL with a remedy for each check."""
+    """Measure workers, links, disks and data before a run; for each check, print OK, or WARN or FAIL with a remedy."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     from jobs.cluster.ray import disconnect
     from jobs.extras.planning import preflight

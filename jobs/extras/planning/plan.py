@@ -1,4 +1,4 @@
-"""Implements `patchline plan RECIPE`: estimate memory, time and cost of a recipe, and show which stages would run.
+"""Implements `patchline plan RECIPE`: estimate a recipe's memory, time and cost, and show which stages would run.
 
     fits    yes: pretrain needs the most, 23.1 GiB per worker of the 79.1 GiB of an H100
     time    4d03h for 1 training stage; with 2.0 failures 4d05h
@@ -116,7 +116,7 @@ class Plan:
                 f"{model.family} {size} px, {model.classes} classes, {models.parameters_of(model):,} "
                 f"parameters, {models.macs_of(model) / 1e9:.3f} GMACs per image",
             )
-        # A finished stage does not need its inputs any more.
+        # A finished stage no longer needs its inputs.
         if not is_done:
             for message in stage.missing:
                 self.add("MISSING", message)
@@ -151,7 +151,7 @@ class Plan:
             self.to_train.append(trained)
 
     def sum_up(self) -> tuple[str, str, str]:
-        """Return the three summary lines: memory, time and cost of all unfinished training."""
+        """Return the three summary lines: memory, time and cost of all unfinished training stages."""
         stages = self.to_train
         if not stages:
             return "nothing left to train", "no training time", "no worker-hours of training"
@@ -180,11 +180,11 @@ class Plan:
             most_hours += stage.most_s * stage.world / HOUR_S
 
         # 2. Memory: the largest stage decides.
-        # In a worker's main memory there is more than tensors; its memory line says how much.
+        # A worker's main memory contains more than tensors; the stage's memory line says how much.
         tensors = "" if largest.is_gpu else " of tensors"
         fits = f"{largest.name} needs the most, {memory_text(largest.device_bytes)}{tensors} per worker"
         if too_large:
-            fits = f"NO: not enough memory for a worker of {few(too_large)}"
+            fits = f"NO: too little memory per worker for {few(too_large)}"
         elif not largest.device_bytes:
             fits = "unknown"
         elif largest.limit:
@@ -210,7 +210,7 @@ class Plan:
 
 
 def known_names(stage: Stage, available: Available) -> tuple[Names, list[str]]:
-    """Return a stage's class names, from its first data set with names, and its unnamed data sets as "field (path)"."""
+    """Return a stage's class names, and its data sets without class names as "field (path)"."""
     paths: dict[str, str] = {}
     for shared in stage.kind.shared_classes(stage.config):
         paths |= shared.sets

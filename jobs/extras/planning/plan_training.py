@@ -1,4 +1,4 @@
-"""Plan the training of a stage: one line each for batch, steps, data, compute, memory, time and cost.
+"""Plan a stage's training: one line each for batch, steps, data, compute, memory, time and cost.
 
       batch   4096 = 8 workers × micro_batch 512 × accumulation 1
       steps   2,190 (9.0M images, 7.00 passes over 1,281,167 samples)
@@ -62,7 +62,7 @@ def bill(least_hours: float, most_hours: float, price: float | None) -> str:
 
 
 class PlannedTraining(TrainedFacts):
-    """Computes the plan of a training stage: its lines, and the numbers for the summary."""
+    """Computes the plan of a training stage: its lines, and its numbers for the summary."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class PlannedTraining(TrainedFacts):
         self.is_asynchronous = getattr(self.cfg, "evaluate_on", "training") == "spare"
 
     def work_out(self) -> None:
-        """Compute the estimates and add their lines, without those that need unknown data or an unknown model."""
+        """Compute the estimates and add their lines; skip estimates for which the data or the model is unknown."""
         is_known = self.describe()
         self.log(f"plan: {self.name}: estimating the memory of a step (once per config) …")
         for result in results("plan", self, STAGE):
@@ -156,7 +156,7 @@ class PlannedTraining(TrainedFacts):
         return True
 
     def add_data(self, samples: int | None) -> None:
-        """Add lines for the number of steps, the evaluations, and the composition of batches."""
+        """Add lines for the number of steps, the evaluations, and the composition of each batch."""
         cfg = self.cfg
         images = len(self.taken) * cfg.batch_size
         passes = "the data does not exist yet"
@@ -195,7 +195,7 @@ class PlannedTraining(TrainedFacts):
     # -------------------------------------------------------------------------------------------- time and money
 
     def add_time(self) -> None:
-        """Add the time and cost of all steps, measured by trials or estimated."""
+        """Add the time and cost of all steps, measured by trials or estimated from FLOPs."""
         cluster = self.campaign.cluster
         trials = []
         key = trial_key(self.campaign, self.stage)
@@ -281,7 +281,7 @@ class PlannedTraining(TrainedFacts):
         self.add("finish", f"{text}; {money}")
 
     def evaluated_images(self) -> int:
-        """Return the total number of images that the training workers evaluate, counting only existing data sets."""
+        """Return the total number of images evaluated by the training workers, counting only existing data sets."""
         images = 0
         for path in (self.cfg.data.evaluate, self.cfg.probe.train, self.cfg.probe.test):
             index = index_if_made(self.campaign.path_of(path)) if path else None

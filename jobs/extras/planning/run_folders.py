@@ -1,4 +1,4 @@
-"""Provide folders for commands that do not own a run: a temporary folder, and a readable copy of the run."""
+"""Provide folders for commands that do not own the run: a temporary folder, and a readable copy of the run."""
 
 import shutil
 import signal
@@ -18,7 +18,7 @@ from jobs.run.sync import fetch_small_files, is_synced, last_owner
 
 @contextmanager
 def temporary_run(run: Path) -> Iterator[Path]:
-    """Create a temporary folder in the run directory for the block; remove the run directory too if it is new.
+    """Create a temporary folder in the run directory during the block; afterwards, also remove a new run directory.
 
     In the main thread, SIGTERM raises KeyboardInterrupt during the block, so that the folder is always removed.
     """

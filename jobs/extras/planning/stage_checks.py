@@ -1,4 +1,4 @@
-"""Check a training stage using only its recipe and this machine: inputs, cores, decoding speed, memory."""
+"""Check a training stage using only the recipe and this machine: inputs, cores, decoding speed, memory."""
 
 import math
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ class TrainedFacts:
 
     @property
     def fits(self) -> bool:
-        """Return whether the stage fits into the memory of a worker's device; True if the limit is unknown."""
+        """Return whether the stage fits into a device's memory; True if the limit is unknown."""
         return not self.limit or self.device_bytes <= self.limit
 
 

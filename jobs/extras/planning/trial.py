@@ -1,4 +1,4 @@
-"""Implements `patchline trial RECIPE`: measure real steps of each training stage, from which `plan` predicts times.
+"""Implements `patchline trial RECIPE`: measure real steps of each training stage, for the predictions of `plan`.
 
     pretrain   30 steps of 1024 images on 8 workers, the first 5 as warm-up …
     pretrain   800 ms per step: compute 752 ms, waiting for storage 0.31 ms, decoding 41 ms, transfer 6.20 ms
@@ -9,7 +9,8 @@
 1. Run every training stage whose data exists, with the same workers, loop and saves as in `run`, but with fewer steps
    and without evaluations. The stage's folder is deleted at the end.
 2. Compute the time of each part of a step from the stage's records (pipeline/extras/plan/trial.py).
-3. Save the result with the run, under the number of workers and a digest of everything that affects step time.
+3. Save the result with the run, under a name that contains a digest of everything that affects step time, and the
+   number of workers.
 """
 
 import time
@@ -206,7 +207,7 @@ class StepPrinter:
         self.last_step = 0
 
     def poll(self, _attempt: int, _step: int) -> None:
-        """Print the step of the newest report, unless that step has already been printed."""
+        """Print the step of the newest report, unless it was already printed."""
         reports = read_metrics(self.directory)
         if reports and reports[-1]["step"] > self.last_step:
             self.last_step = reports[-1]["step"]

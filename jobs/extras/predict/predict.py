@@ -42,7 +42,7 @@ MOST_THUMBNAILS = 200  # on the page, about 4 KB each
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of one image; no labels if the image cannot be decoded."""
+    """The most probable classes of one image; without labels if the image cannot be decoded."""
 
     file: str
     labels: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
 
 
 def decoded(paths: list[str], ops: str) -> Iterator[tuple[str, np.ndarray | None, str]]:
-    """Yield the name, pixels and error of each image: pixels are (height, width, 3) uint8, or None after an error."""
+    """Yield each image's name, pixels and error; the pixels are (height, width, 3) uint8, or None after an error."""
     for name, encoded in encoded_images(paths):
         try:
             yield name, preprocess(decode(encoded), ops), ""
@@ -119,7 +119,7 @@ def decoded(paths: list[str], ops: str) -> Iterator[tuple[str, np.ndarray | None
 
 
 def logits_of(model: "models.Model", pixels: np.ndarray, device: torch.device) -> Tensor:
-    """Return the logits (images, classes) of pixels (images, h, w, 3). Raises DataError for NaN or infinity."""
+    """Return the logits (images, classes) for pixels (images, h, w, 3). Raises DataError if any logit is not finite."""
     batch = torch.from_numpy(pixels).permute(0, 3, 1, 2)
     with torch.inference_mode():
         logits = model(normalise(batch, model.config, torch.float32, device)).float().cpu()

@@ -37,7 +37,7 @@ from pipeline.monitoring.telemetry import account
 from pipeline.values import counted, duration
 
 NAMED = 8  # maximum number of differing states that a finding lists, largest first
-NOISE = 1e-8  # second moments below this fraction of a parameter's largest belong to gradients that are zero in theory
+NOISE = 1e-8  # second moments below this fraction of a parameter's largest belong to theoretically zero gradients
 LAST_BITS = 1e-4  # relative difference of a loss or norm that other hardware can cause in the first steps
 SIGNED_AS = "patchline"  # namespace of the signature
 # Fields of an attempt's start on which bits may depend.
@@ -47,7 +47,7 @@ OTHER_HARDWARE = "other hardware or libraries: cannot judge"
 
 @dataclass(frozen=True)
 class StateDifference:
-    """The largest difference in a parameter's weights, or in one of its moments, between two commits of a step."""
+    """The largest difference in a parameter's weights, or in one of its moments, between two commits of one step."""
 
     parameter: str
     kind: str  # "master", or a moment's name
@@ -108,7 +108,7 @@ def audit(
     key: str | None,
     overrides: Sequence[str],
 ) -> None:
-    """Repeat stretches of a run, print a line for each, and write audit.json.
+    """Repeat stretches of a run's steps, print a line for each, and write audit.json.
 
     Raises DataError if a stretch differs, ClusterError if the difference may be due to the different
     conditions on this machine; also UsageError, and any error that a run raises.
@@ -193,7 +193,7 @@ def audit(
 
 
 def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Finding]:
-    """Draw random stretches between consecutive commits: as many as fit in `share` of all steps, at least one.
+    """Draw random stretches between consecutive commits: as many as fit into `share` of all steps, but at least one.
 
     Raises UsageError if there are no commits to compare with.
     """
@@ -216,7 +216,7 @@ def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Findi
 
 
 def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None:
-    """Compare the steps and the last commit of a stretch with the repetition; store the differences in `finding`."""
+    """Compare a stretch's steps and last commit with their repetition; store the differences in `finding`."""
     start = after.start_of(finding.last)
     start_before = before.start_of(finding.last)
     finding.world = start["world"]
@@ -262,7 +262,7 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
             if not differs.any():
                 continue
             gaps = (theirs_here - ours_here).abs().nan_to_num(nan=math.inf)
-            # Ignore gradients that are zero in theory, for example those of the key's bias: Adam turns their rounding
+            # Ignore theoretically zero gradients, for example those of the key's bias: Adam turns their rounding
             # noise into updates, which would hide other differences.
             if (name, "exp_avg_sq") in read_repeated.pieces:
                 squares = read_repeated(name, "exp_avg_sq", piece.start, piece.length)
@@ -291,7 +291,7 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
 
 
 def first_difference(theirs: RecordedStep, ours: RecordedStep) -> tuple[str, int | None]:
-    """Return the first quantity that differs in a step ("" if none does), and the worker that differs, if known."""
+    """Return the first differing quantity of a step ("" if all agree), and the differing worker, if known."""
     pairs: list[tuple[str, Sequence[float], Sequence[float]]]
     pairs = [("loss", [theirs.loss], [ours.loss]), ("gradient", [theirs.grad_norm], [ours.grad_norm])]
     if theirs.trace and ours.trace:
@@ -325,7 +325,7 @@ def relative(before: float | None, after: float | None) -> float:
 
 
 def classify(finding: Finding) -> str:
-    """Return the probable cause of a difference."""
+    """Return the probable cause of the difference in a finding."""
     if finding.what == "ledger":
         return "other data"
     # Other instructions, threads or libraries round differently, in the first step or a later one. They cannot change a

@@ -8,7 +8,7 @@ from pipeline.artifacts import TASK
 
 
 def find_trained(run: str) -> Path:
-    """Return the folder of a trained stage, named by RUN/STAGE, its folder, or a run with a single such stage.
+    """Return the folder of a trained stage, given as RUN/STAGE, its folder, or a run with a single trained stage.
 
     Raises UsageError if there is no such stage, or if the run is in an object store.
     """

@@ -1,4 +1,4 @@
-"""Draw the charts of the HTML report: curves over samples seen, and values with confidence intervals.
+"""Draw the charts in the HTML report: curves over samples seen, and values with confidence intervals.
 
 A long curve is reduced to a few hundred buckets, each with its minimum and maximum, so that a single outlier stays
 visible. A second curve shows means; the legend gives the number of steps per mean. Lines differ in dashes, markers and
@@ -63,7 +63,7 @@ MARKED = {"restart": (0, (4, 3)), "excluded": (0, (1, 2)), "first difference": (
 
 
 def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarray, np.ndarray]:
-    """Reduce a curve to the first point, the last point, and the minimum and maximum of each bucket."""
+    """Reduce a curve to its first and last points, and the minimum and maximum in each bucket."""
     if len(x) <= 2 * buckets:
         return x, y
     edges = np.linspace(0, len(x), buckets + 1).astype(int)
@@ -79,7 +79,7 @@ def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarr
 
 
 def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the bucket centres, the bucket means, and the number of points per bucket.
+    """Smooth a curve: return the bucket centres, the bucket means, and the number of points per bucket.
 
     Non-finite values are ignored; a bucket without finite values becomes a gap.
     """
@@ -185,7 +185,7 @@ def figure_of() -> tuple[Figure, Axes]:
 
 
 def drawn(figure: Figure, axes: Axes, title: str, height: float, left: float = 0.13, below: float = 0.3) -> Markup:
-    """Return the chart as SVG.
+    """Render a chart as inline SVG.
 
     `height` and `below` are inches; `left` is a fraction of the width. Screen readers read the title.
     """

@@ -23,7 +23,7 @@ def report(
     open_: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
     _debug: Debug = False,
 ) -> None:
-    """Write the HTML report of a run; for several runs, compare them and show the first step at which they differ."""
+    """Write an HTML report of a run, or of several runs with the first step at which they differ."""
     from jobs.commands import stored_runs
     from jobs.extras.report.page import write_report
     from jobs.extras.report.page_watcher import NAME

@@ -1,8 +1,7 @@
 """Keep the HTML report of a run, `<run>/report.html`, up to date: rewrite it after evaluations and at the end.
 
-The driver writes the report, so workers never wait for it. If the report cannot be written, the failure is logged
-and the run continues.
-PATCHLINE_REPORT=off disables the report, for example for hundreds of short runs.
+The driver writes the report, so workers never wait for it. If the report cannot be written, the failure is logged and
+the run continues. PATCHLINE_REPORT=off disables the report, for example for hundreds of short runs.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class PageWatcher(ThreadedWatcher):
         self.next_at = time.monotonic() + max(LEAST_S, SHARE * took)
 
     def ended(self) -> None:
-        """Write the last page, which shows how the command ended."""
+        """Write the final version of the page, which shows how the command ended; give up after END_S seconds."""
         if self.is_off:
             return
         thread = threading.Thread(target=self.write_last, name="page", daemon=True)

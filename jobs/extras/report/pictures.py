@@ -47,7 +47,7 @@ class Picture(NamedTuple):
 
 
 class Gallery(NamedTuple):
-    """Images under a heading. The remark describes the images, or says why images are missing."""
+    """Images under a heading. The remark describes the images or explains why some are missing."""
 
     title: str
     pictures: list[Picture]
@@ -87,7 +87,7 @@ class Album:
         return Gallery(SAMPLES, pictures, remark)
 
     def spikes(self, stage: StageHistory) -> list[Gallery]:
-        """Return the newest gradient spikes of a stage, each with images from the batch as seen by the model."""
+        """Return a stage's newest gradient spikes, each with images from its batch as seen by the model."""
         galleries = []
         for spike in stage.of_kind("spike")[-SPIKES:]:
             title = f"Spike at step {spike['step']}: gradient norm {spike['grad_norm']:.3g}"

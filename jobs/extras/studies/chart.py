@@ -41,7 +41,7 @@ def study_chart(record: Mapping[str, Any]) -> Markup:
 
 
 def study_figure(record: Mapping[str, Any], colours: Mapping[str, str]) -> Figure:
-    """Draw our points and, if figure.json has any from the paper, those in a second panel; return the figure."""
+    """Draw our points and, in a second panel, any points from the paper; return the figure."""
     panels = [record]
     if "paper" in record:
         panels.append(record["paper"])
@@ -59,7 +59,7 @@ def study_figure(record: Mapping[str, Any], colours: Mapping[str, str]) -> Figur
 
 
 def draw_panel(axes: Axes, panel: Mapping[str, Any], log: list[str], colours: Mapping[str, str]) -> None:
-    """Draw the points of a panel, one line per series; `log` lists the logarithmic axes."""
+    """Draw a panel's points, one line per series; `log` lists the logarithmic axes."""
     axes.set_title(panel["title"], fontsize=9, loc="left")
     axes.tick_params(which="both", labelsize=7)
     axes.grid(color=colours.get(GRID, GRID), linewidth=0.6)

@@ -1,8 +1,8 @@
 """Run campaigns as Ray jobs: submit and list jobs, follow their logs, and stop them.
 
 Steps of a submission:
-1. Refuse secrets in the environment, a checkout that is too large or has links to files outside, and a run whose last
-   job has not ended.
+1. Refuse secrets in the environment, a checkout with too many bytes or with links to files outside, and a run whose
+   last job has not ended.
 2. Ship the checkout, without secrets and ignored files (jobs/cluster/shipping.py), and start `command` in it on the
    head node.
 3. Name the job after the run and the number of its submission: `/data/runs/digits` → `digits-002-4f1a`.
@@ -156,7 +156,7 @@ def submit(
 
 
 def list_jobs() -> list[RayJob]:
-    """Return all jobs submitted by Patchline: running, then pending, then ended jobs; within each, latest first."""
+    """Return all jobs submitted by Patchline: running, then pending, then ended jobs, each group latest first."""
     client = _connect()
     jobs = []
     for job in reversed(_submitted_jobs(client)):
@@ -177,7 +177,7 @@ def list_jobs() -> list[RayJob]:
 
 
 def status(run: str) -> RayJob:
-    """Return the latest job of a run. If there is none, raises UsageError, which lists the runs with jobs."""
+    """Return a run's latest job. Raises UsageError, which lists the runs with jobs, if there is none."""
     return _latest_job(_connect(), run)
 
 
@@ -188,7 +188,7 @@ def alive_job(run: str) -> RayJob | None:
 
 
 def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
-    """Write the output of a run's latest job, by default to stdout, until the job ends; return the job.
+    """Write a run's latest job's output until the job ends, by default to stdout; return the job.
 
     Raises ClusterError if the cluster's head has not responded for HEAD_PATIENCE_S, or has lost its table of jobs.
     """
@@ -328,7 +328,7 @@ def stop(run: str) -> RayJob:
 
 
 def check_upload_size(checkout: Checkout, root: Path) -> int:
-    """Return the uncompressed size, in bytes, of the files that Ray would ship.
+    """Return the uncompressed size in bytes of the files that Ray would ship.
 
     If the size exceeds the limit of the Jobs API, raises UsageError, which lists the largest entries.
     """
@@ -348,7 +348,7 @@ def check_upload_size(checkout: Checkout, root: Path) -> int:
 
 
 def _connect() -> "JobSubmissionClient":
-    """Return a client for the cluster named by environment variables, otherwise for a cluster on this machine."""
+    """Return a client for the cluster named by environment variables or, without them, for one on this machine."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     # Call this before importing Ray, because it sets a variable that Ray reads at import.
     use_token_if_any()
@@ -402,7 +402,7 @@ def _submit_when_possible(submit_job: Callable[[], str]) -> str:
 
 
 def _submitted_jobs(client: "JobSubmissionClient") -> list[RayJob]:
-    """Return all jobs of the cluster, oldest first."""
+    """Return all jobs on the cluster, oldest first."""
     jobs = []
     for details in client.list_jobs():
         # Drivers that joined the cluster without `submit` have no submission id.

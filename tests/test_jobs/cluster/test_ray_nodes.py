@@ -188,7 +188,7 @@ def test_worker_is_not_split_between_nodes_and_an_autoscaler_sees_the_request(no
 
     host = os.uname().nodename
     missing = (
-        "room for 0 of 1 workers of 2 CPUs; the whole cluster has room for only 0; "
+        "room for 0 of 1 workers with 2 CPUs each; the whole cluster has room for only 0; "
         f"free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
     )
     said: list[str] = []
@@ -254,7 +254,7 @@ def test_second_campaign_waits_and_names_the_first(nodes, monkeypatch) -> None:
     try:
         assert rival.stdout is not None
         line = rival.stdout.readline()
-        assert line.startswith("waiting for the cluster: room for 1 of 2 workers of 1 CPUs; free: 1 CPUs on ")
+        assert line.startswith("waiting for the cluster: room for 1 of 2 workers with 1 CPUs each; free: 1 CPUs on ")
         assert line.endswith("; held: 2 CPUs by /runs/first\n")
         # The next attempt of the first campaign keeps its places and does not queue after the second one.
         assert reserve(two, "/runs/first") == held
@@ -288,8 +288,8 @@ def test_fewer_workers_are_used_after_patience_s_and_more_once_there_is_room(nod
     assert held(some) == 2, "three would fit, but do not divide the batch"
     host = os.uname().nodename
     assert said == [
-        "continuing with 2 of up to 4 workers: room for 3 of 4 workers of 1 CPUs; the whole cluster has room for only "
-        f"3; free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
+        "continuing with 2 of up to 4 workers: room for 3 of 4 workers with 1 CPUs each; "
+        f"the whole cluster has room for only 3; free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
     ]
     # Without more room, the next attempt gets the held places at once.
     patient = dataclasses.replace(some, patience_s=60)
@@ -372,7 +372,8 @@ def test_places_on_a_lost_node_are_replaced_by_fewer_places(nodes) -> None:
     assert 1 <= time.monotonic() - began < 8
     assert held(some) == 2
     assert said == [
-        "continuing with 2 of up to 3 workers: room for 2 of 3 workers of 1 CPUs; the whole cluster has room for only 2"
+        "continuing with 2 of up to 3 workers: room for 2 of 3 workers with 1 CPUs each; "
+        "the whole cluster has room for only 2"
     ]
 
 

@@ -414,10 +414,10 @@ def test_without_a_gpu_the_refusal_says_what_to_type(restart) -> None:
     with pytest.raises(ClusterError) as raised:
         nodes_of(ClusterConfig(gpus_per_worker=1)).warm_up()
     assert str(raised.value).splitlines() == [
-        "room for 0 of 1 workers of 1 CPUs and 1 GPUs",
+        "room for 0 of 1 workers with 1 CPUs and 1 GPUs each",
         "  neither Ray nor torch sees a GPU on this machine",
         "  to train on the CPU, set cluster.gpus_per_worker=0; or use a smaller cluster.workers, or set "
-        "RAY_ADDRESS=HOST:PORT of a larger cluster",
+        "RAY_ADDRESS=HOST:PORT to use a larger cluster",
     ]
 
 
@@ -426,7 +426,8 @@ def test_missing_gpu_is_reported_with_advice(backend, restart, tmp_path) -> None
     cluster = ClusterConfig(workers=2, gpus_per_worker=32, backend=backend)
     with pytest.raises(
         ClusterError,
-        match=r"(of 2 workers of 1 CPUs and 32 GPUs|need 64 GPUs)[\s\S]*\n  .*(set|use a smaller) cluster.workers",
+        match=r"(of 2 workers with 1 CPUs and 32 GPUs each|need 64 GPUs)[\s\S]*\n  .*"
+        "(set|use a smaller) cluster.workers",
     ):
         run(worker_functions.add_ranks, {"x": 0}, cluster, tmp_path)
 
@@ -436,10 +437,10 @@ def test_wait_logs_its_reason_and_ends(two, full, monkeypatch) -> None:
     said: list[str] = []
     cluster = dataclasses.replace(two["ray"], wait_s=2)
     with pytest.raises(
-        ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\n  the places did not become free within 2"
+        ClusterError, match=r"^room for 0 of 2 workers with 1 CPUs each\n  the places did not become free within 2"
     ):
         nodes_of(cluster).reserve("/runs/a", [2], said.append, do_nothing)
-    assert said == ["waiting for the cluster: room for 0 of 2 workers of 1 CPUs"]
+    assert said == ["waiting for the cluster: room for 0 of 2 workers with 1 CPUs each"]
 
 
 def test_stop_is_noticed_soon_while_the_cluster_is_full(two, full) -> None:

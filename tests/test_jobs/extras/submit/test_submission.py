@@ -183,7 +183,7 @@ def test_two_submitted_campaigns_share_a_cluster_and_are_both_listed(dashboard, 
     assert "step " in lines[1]
     assert lines[2].startswith("PENDING ")
     assert f"  {high}" in lines[2]
-    assert f"room for 0 of {workers} workers of 1 CPUs; held: {workers} CPUs by {low}" in lines[3]
+    assert f"room for 0 of {workers} workers with 1 CPUs each; held: {workers} CPUs by {low}" in lines[3]
     # The holder of the places commits and ends; the waiting campaign gets them.
     assert submission.stop(str(low)).status == "STOPPED"
     assert submission.logs(str(high), write=lambda text: None).status == "SUCCEEDED"
