@@ -18,7 +18,7 @@ from data.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Each worker gets its own values (worker.RankInfo); a common value would break the group.
-OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+RESERVED_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def check_environment(environment: Mapping[str, str], place: str = "") -> None:
         problem = ""
         if not NAME.fullmatch(name):
             problem = f"{name!r} is not a variable name\n  expected letters, digits and _, for example NCCL_DEBUG"
-        elif name in OURS:
+        elif name in RESERVED_VARIABLES:
             problem = f"{name} must not be set here: every worker gets its own value\n  remove it"
         elif name == "GLIBC_TUNABLES":  # read by glibc's malloc (jobs/cluster/fork_server.py)
             problem = (

@@ -40,7 +40,7 @@ READS = {
     TABLE: "a sweep's table",
     RECORD: "a record",
 }
-MOST_RUNS = 8  # maximum number of runs listed in a message
+MAX_RUNS = 8  # maximum number of runs listed in a message
 OF_UNFINISHED = (TASK, CHECKPOINTS, RECORD)  # files that exist before a stage has finished
 
 
@@ -154,7 +154,7 @@ def no_run(path: Path) -> UsageError:
         remark = ", which is a recipe"
     text = f"no run at {path}{remark}\n  expected a run directory or a stage's folder in it"
     if listed:
-        return UsageError(f"{text}; runs nearby: {few(listed, MOST_RUNS, ', and {} more')}")
+        return UsageError(f"{text}; runs nearby: {few(listed, MAX_RUNS, ', and {} more')}")
     return UsageError(f"{text}; there are no runs nearby\n  to start one, run python -m jobs run RECIPE")
 
 

@@ -48,8 +48,8 @@ LEASE_NAME = re.compile(r"leases/(\d{6,})\.json")
 PERIOD_S = 5.0  # interval between renewals
 LOST_PERIODS = 4  # a holder is lost after this many missed renewals; a busy disk may delay one of them
 RESERVE_BYTES = 64  # padding of a lease's file, because its counter and times get longer
-READ_TRIES = 4  # attempts to read a lease whose file is incomplete
-READ_AGAIN_S = 0.05
+READ_ATTEMPTS = 4  # attempts to read a lease whose file is incomplete
+READ_RETRY_S = 0.05
 STOP_POLL_S = 0.5
 LOG_WAIT_S = 1.0  # waits longer than this are logged
 RAY_JOB = "Ray job"
@@ -57,7 +57,7 @@ SLURM_JOB = "Slurm job"
 UNIT = "unit"
 # A command that Slurm or systemd would restart must be stopped there: prefix of `job` → command to type.
 STOP_COMMANDS = {SLURM_JOB: "scancel --batch --signal=TERM", UNIT: "systemctl stop"}
-LONGEST_NAME = 255  # bytes of a file's or folder's name (NAME_MAX of Linux)
+MAX_NAME_BYTES = 255  # bytes of a file's or folder's name (NAME_MAX of Linux)
 
 # "free": no command holds the run; "held": its holder is alive; "lost": its holder died without releasing the lease.
 State: TypeAlias = Literal["free", "held", "lost"]
@@ -271,7 +271,7 @@ class Lease:
 def newest_lease(storage: Storage) -> SeenLease | None:
     """Return the newest lease of a run; None if there has never been a lease. Raises StorageError, OSError."""
     seen: SeenLease | None = None
-    for _ in range(READ_TRIES):
+    for _ in range(READ_ATTEMPTS):
         names = storage.list(LEASES)
         number = max((number_of(name) for name in names), default=0)
         content = storage.read(LEASE.format(number)) if number else None
@@ -283,7 +283,7 @@ def newest_lease(storage: Storage) -> SeenLease | None:
         except Unsealed:
             # The file is being written right now, or it is permanently truncated or altered.
             seen = SeenLease(number, content, None)
-            time.sleep(READ_AGAIN_S)
+            time.sleep(READ_RETRY_S)
             continue
         return SeenLease(number, content, record, STOP.format(number) in names)
     return seen
@@ -438,10 +438,10 @@ def check_run_path(run: Path) -> None:
         raise ConfigError(f"run is {run}, expected a separate folder\n  set run={run}NAME")
     for name in run.parts:
         encoded_bytes = len(os.fsencode(name))
-        if encoded_bytes > LONGEST_NAME:
+        if encoded_bytes > MAX_NAME_BYTES:
             raise ConfigError(
-                f"run contains a name of {encoded_bytes} bytes: {name[:40]}…\n  expected at most {LONGEST_NAME} bytes\n"
-                "  use a shorter name: run=…"
+                f"run contains a name of {encoded_bytes} bytes: {name[:40]}…\n"
+                f"  expected at most {MAX_NAME_BYTES} bytes\n  use a shorter name: run=…"
             )
     for path in (run, *run.parents):
         if path.exists() and not path.is_dir():

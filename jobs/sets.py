@@ -27,7 +27,15 @@ from data.walk import class_folders_in, matching
 from pipeline.config import Tags, require, tags
 
 SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")
-OWN = ("folder", "table", "tars", "shards", "parquet", "digits", "subset")  # all other sources are published data sets
+USER_SOURCES = (
+    "folder",
+    "table",
+    "tars",
+    "shards",
+    "parquet",
+    "digits",
+    "subset",
+)  # all other sources are published data sets
 COUNTED_SAMPLES = "data.extras.known_sets.archive:samples_of_archive"
 KNOWN_SETS = "data.extras.known_sets.known:known_archive"
 SOURCES = "data.extras.sources."  # readers of sources other than class folders and known data sets
@@ -179,7 +187,7 @@ def subset_rule(cfg: SetConfig) -> Rule:
 
 def known_set(cfg: SetConfig) -> Archive | None:
     """Return the published data set named by a source; None for the user's own images. Raises DataError."""
-    if cfg.source in OWN:
+    if cfg.source in USER_SOURCES:
         return None
     wnids = None
     if cfg.wnids is not None:

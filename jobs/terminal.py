@@ -40,8 +40,8 @@ from data.checks import printable_lines
 COMMAND = "python -m jobs"  # how commands begin in all messages
 
 WAIT_S = 1.0  # after this time, a command shows its activity
-MOST_WAITING = 10_000  # lines in the queue, about 2 MB
-LONGEST_LINE = 100  # characters per line on a terminal; redirected output is not wrapped
+MAX_QUEUED = 10_000  # lines in the queue, about 2 MB
+MAX_LINE_LENGTH = 100  # characters per line on a terminal; redirected output is not wrapped
 CLOSE_S = 3.0  # how long `close` waits for the remaining lines: a terminal may be slow but not stuck
 
 
@@ -97,7 +97,7 @@ class Activity:
         self.text = ""  # "" if there is nothing to show
         self.bar: LiveBar | None = None
         self.timer = threading.Timer(0, str)
-        self.lock = threading.RLock()  # the timer calls `speak` in another thread
+        self.lock = threading.RLock()  # the timer calls `show_if_slow` in another thread
 
     def now(self, text: str) -> None:
         """Set the current activity."""
@@ -107,11 +107,11 @@ class Activity:
             if self.bar is not None:
                 self.bar.update(0, None, self.text)
                 return
-            self.timer = threading.Timer(WAIT_S, self.speak)
+            self.timer = threading.Timer(WAIT_S, self.show_if_slow)
             self.timer.daemon = True
             self.timer.start()
 
-    def speak(self) -> None:
+    def show_if_slow(self) -> None:
         """Show the current activity; called once it has taken WAIT_S."""
         with self.lock:
             if self.text and not self.show(0, None, self.text):
@@ -237,7 +237,7 @@ class Terminal:
         text = as_typed(text)
         if self.handle is None:
             print(text, file=self.stream, flush=True)
-        elif self.waiting.qsize() < MOST_WAITING:
+        elif self.waiting.qsize() < MAX_QUEUED:
             self.waiting.put(text)
         else:
             self.dropped += 1
@@ -301,27 +301,27 @@ class Terminal:
     def put(self, bar: LiveBar | None, text: str) -> None:
         """Write a line to the stream, above the bar if there is one."""
         if bar is not None:
-            bar.write(folded(text, bar.rich.console.width))
+            bar.write(wrapped(text, bar.rich.console.width))
         else:
             assert self.handle is not None
             write_all(self.handle, f"{text}\n".encode(self.stream.encoding, "replace"))
 
 
-def folded(text: str, width: int) -> str:
+def wrapped(text: str, width: int) -> str:
     """Wrap a string's long lines at spaces, for a terminal with `width` columns.
 
     Continuation lines are indented. A command stays on one line, so that it can be copied.
     """
     lines = []
     for line in text.splitlines() or [""]:
-        if len(line) <= min(LONGEST_LINE, width):
+        if len(line) <= min(MAX_LINE_LENGTH, width):
             lines.append(line)
             continue
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         words, command, arguments = line.partition(f"{program()} ")
         lines += textwrap.wrap(
             words,
-            min(LONGEST_LINE, width),
+            min(MAX_LINE_LENGTH, width),
             subsequent_indent=indent,
             break_long_words=False,
             break_on_hyphens=False,
@@ -337,7 +337,7 @@ def for_stream(text: str, stream: TextIO) -> str:
     """Return a string as it should be written to a stream: wrapped for a terminal, otherwise unchanged."""
     if not stream.isatty():
         return text
-    return folded(text, shutil.get_terminal_size().columns)
+    return wrapped(text, shutil.get_terminal_size().columns)
 
 
 def handle_of(stream: TextIO | None) -> int | None:
@@ -391,7 +391,7 @@ def echo(line: str) -> None:
     text = as_typed(printable_lines(line))
     # If there is a bar, write above it with our own wrapping, so that commands in the text can be copied.
     if activity.bar is not None:
-        activity.bar.write(folded(text, activity.bar.rich.console.width))
+        activity.bar.write(wrapped(text, activity.bar.rich.console.width))
     else:
         print(for_stream(text, sys.stdout), flush=True)
 

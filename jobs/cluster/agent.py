@@ -46,7 +46,7 @@ from pipeline.monitoring.watchdog import STOP_FILE, PhaseReport, read_phase
 
 VMSTAT = Path("/proc/vmstat")  # counts OOM kills of all cgroups; readable in any container
 OOM_WINDOW_S = 10.0  # maximum time from an OOM kill to the worker's end; a large process takes a while to die
-LOOK_S = 1.0  # interval between reads of the kernel's counter and of the fork server's state
+CHECK_EVERY_S = 1.0  # interval between reads of the kernel's counter and of the fork server's state
 MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "pl-agent-"
 LOCK = "lock"
@@ -152,7 +152,9 @@ class Agent:
         with self.changed:
             if self.server is None:
                 self.server = ForkServer(self.base, has_gpus=self.has_gpus)
-                threading.Thread(target=self._hear, args=(self.server,), name="fork server", daemon=True).start()
+                threading.Thread(
+                    target=self._process_replies, args=(self.server,), name="fork server", daemon=True
+                ).start()
 
     def ping(self) -> None:
         """Reply to a heartbeat at once, even during `listen` and `start`, which may take minutes."""
@@ -167,7 +169,7 @@ class Agent:
             self.server.connection.send(Listen(self.address))
             # The fork server responds only after all its imports.
             while not self.port and self.server is not None:
-                self.changed.wait(LOOK_S)
+                self.changed.wait(CHECK_EVERY_S)
                 self._end_frozen_server(FROZEN_S)
             if self.server is None:
                 raise RuntimeError(self.fault or f"the fork server of {socket.gethostname()} has died")
@@ -221,7 +223,7 @@ class Agent:
             if self.files is not None:
                 self.files.acknowledge(acknowledged)
             while self.news == news and time.monotonic() < deadline:
-                self.changed.wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
+                self.changed.wait(min(CHECK_EVERY_S, max(0.0, deadline - time.monotonic())))
                 self.oom_kills.are_recent()
             self._end_frozen_server(FROZEN_S)
             self._read_records()
@@ -233,7 +235,7 @@ class Agent:
                     worker.is_stopped = worker.pid != 0 and psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED
                 if worker_file(self.node_folder, worker.rank, ".sigterm").exists():
                     sigterm_ranks.append(worker.rank)
-            changes = self.files.look() if self.files is not None else []
+            changes = self.files.changes() if self.files is not None else []
             # Return copies: without Ray, the driver would get these objects, which change when the attempt ends.
             states = [dataclasses.replace(worker) for worker in self.workers.values()]
             return NodeReport(self.news, states, sigterm_ranks, changes, self.fault)
@@ -292,30 +294,30 @@ class Agent:
             server.close()
         shutil.rmtree(self.base, ignore_errors=True)
 
-    def _hear(self, server: ForkServer) -> None:
+    def _process_replies(self, server: ForkServer) -> None:
         """Process the replies from a fork server until the server ends; runs in a thread."""
         with suppress(EOFError, OSError):
             while True:
-                answer = server.connection.recv()
+                reply = server.connection.recv()
                 with self.changed:
-                    if isinstance(answer, Listening):
-                        self.port = answer.port
-                    elif isinstance(answer, Forked):
-                        self.workers[answer.rank].pid = answer.pid
-                    elif isinstance(answer, WorkerEnded):
+                    if isinstance(reply, Listening):
+                        self.port = reply.port
+                    elif isinstance(reply, Forked):
+                        self.workers[reply.rank].pid = reply.pid
+                    elif isinstance(reply, WorkerEnded):
                         # A worker writes its record before it ends; if there is no record, it was killed or crashed. A
                         # negative exit code is a signal. The kernel's OOM killer sends SIGKILL too, but reports no pid:
                         # its counter is the only evidence readable everywhere.
                         self._read_records()
-                        self.ended_pids.add(answer.pid)
-                        if answer.exit_code >= 0:
-                            death = f"exited with code {answer.exit_code} without reporting an error"
-                        elif answer.exit_code == -signal.SIGKILL and self.oom_kills.are_recent():
+                        self.ended_pids.add(reply.pid)
+                        if reply.exit_code >= 0:
+                            death = f"exited with code {reply.exit_code} without reporting an error"
+                        elif reply.exit_code == -signal.SIGKILL and self.oom_kills.are_recent():
                             death = "killed by the out-of-memory killer"
                         else:
-                            death = f"killed by {signal.Signals(-answer.exit_code).name}"
+                            death = f"killed by {signal.Signals(-reply.exit_code).name}"
                         for worker in self.workers.values():
-                            if worker.pid == answer.pid and not worker.has_ended:
+                            if worker.pid == reply.pid and not worker.has_ended:
                                 worker.death = death
                     self.news += 1
                     self.changed.notify_all()
@@ -345,7 +347,7 @@ class Agent:
         if now >= self.stopped_since + limit_s:
             stopped_s = now - self.stopped_since
             self.fault = f"its node's fork server was frozen: stopped by a signal for {stopped_s:.0f} s, then killed"
-            # `_hear` ends its workers, and the next attempt starts another one.
+            # `_process_replies` ends its workers, and the next attempt starts another one.
             self.server.process.kill()
 
     def _read_records(self) -> None:

@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-LOOK_S = 3.0  # interval between checks of the room in the cluster
-AGAIN_S = 600.0  # wait after a failed scale-up; doubles with each failure
-LONGEST_AGAIN_S = 86_400.0
+CHECK_EVERY_S = 3.0  # interval between checks of the room in the cluster
+COOLDOWN_S = 600.0  # wait after a failed scale-up; doubles with each failure
+MAX_COOLDOWN_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class Sizes:
         """Return the numbers of workers that the next attempt may use, largest first."""
         return [world for world in self.worlds if self.limit is None or world <= self.limit]
 
-    def begins(self, world: int) -> None:
+    def record_start(self, world: int) -> None:
         """Record that an attempt has places for `world` workers; postpone scaling up if the target was higher."""
         if world < self.target:
             self.postpone_growth()
         self.target = 0
 
-    def grows(self, target: int) -> None:
+    def record_scale_up(self, target: int) -> None:
         """Record that an attempt was stopped to scale up to `target` workers."""
         self.target = target
         self.limit = None
 
-    def has_committed(self, world: int, nodes: Set[str]) -> None:
+    def record_commit(self, world: int, nodes: Set[str]) -> None:
         """Record that an attempt has committed a checkpoint."""
         if self.proven is not None and world > self.proven.world:
             self.failures = 0
@@ -77,7 +77,7 @@ class Sizes:
 
     def postpone_growth(self) -> None:
         """Postpone scaling up for a cooldown period, which doubles with each failure up to a limit."""
-        self.not_before = self.clock() + min(AGAIN_S * 2**self.failures, LONGEST_AGAIN_S)
+        self.not_before = self.clock() + min(COOLDOWN_S * 2**self.failures, MAX_COOLDOWN_S)
         self.failures += 1
 
 
@@ -105,13 +105,13 @@ class Growth:
             threading.Thread(target=self.watch, name="growth", daemon=True).start()
 
     def watch(self) -> None:
-        """Check the room in the cluster every LOOK_S until the attempt has ended."""
-        while not self.has_ended.wait(LOOK_S):
+        """Check the room in the cluster every CHECK_EVERY_S until the attempt has ended."""
+        while not self.has_ended.wait(CHECK_EVERY_S):
             # Ignore errors: the head may be unreachable, and the next check may succeed.
             with suppress(Exception):
-                self.look()
+                self.check_room()
 
-    def look(self) -> None:
+    def check_room(self) -> None:
         """Check once how many workers the cluster has room for, and whether scaling up is due."""
         room = self.room()
         now = self.clock()

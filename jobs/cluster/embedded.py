@@ -34,7 +34,7 @@ import psutil
 
 from data.errors import ClusterError
 from data.files import home, import_path
-from jobs.cluster.worker import LOOPBACK, outlive
+from jobs.cluster.worker import LOOPBACK, ignore_signal
 from jobs.cluster_config import ClusterConfig
 from pipeline.identity import workers_per_gpu
 
@@ -80,7 +80,7 @@ _started: list[Embedded] = []  # at most one
 # ------------------------------------------------------------------------ in the driver
 
 
-def is_wanted() -> bool:
+def is_needed() -> bool:
     """Return whether an embedded cluster is needed: RAY_ADDRESS does not name an existing cluster."""
     return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
@@ -221,9 +221,9 @@ def use_token_if_any() -> None:
 
 
 def main() -> None:
-    # Ignore signals sent to the driver and all its children: the guard must outlive the driver.
+    # Ignore signals sent to the driver and all its children: the guard must ignore_signal the driver.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, outlive)
+        signal.signal(number, ignore_signal)
     directory, cpus, *words = sys.argv[1:]
     resources = ["--num-cpus", cpus]
     if GPUS in words:
@@ -266,12 +266,12 @@ def main() -> None:
         readable, _, _ = select.select([sys.stdin], [], [], 0.05)
         has_driver = not readable  # the driver never writes to this pipe: readable means closed
     if has_driver:
-        answer = f"ready {LOOPBACK}:{port}"
+        reply = f"ready {LOOPBACK}:{port}"
         if start.returncode != 0:
             _, _, last_line = log.read_text(errors="replace").strip().rpartition("\n")
-            answer = f"failed {last_line.strip() or f'ray start ended with exit code {start.returncode}'}"
+            reply = f"failed {last_line.strip() or f'ray start ended with exit code {start.returncode}'}"
         with suppress(BrokenPipeError):
-            print(answer, flush=True)
+            print(reply, flush=True)
         # The pipe is closed when the driver ends, even by SIGKILL.
         sys.stdin.read()
     clear(directory)

@@ -16,8 +16,8 @@ from data.errors import PatchlineError
 from jobs.cluster.agent import WorkerState
 from jobs.cluster.worker import WorkerRecord, worker_file
 
-ASKED_TO_END_S = 1.5  # wait for other workers to end, after one has requested an exit code or lost a peer
-RAISED_S = 0.5  # wait for another worker's death after one has raised, because that death would be the cause
+EXIT_GRACE_S = 1.5  # wait for other workers to end, after one has requested an exit code or lost a peer
+DEATH_GRACE_S = 0.5  # wait for another worker's death after one has raised, because that death would be the cause
 STACK_CHARACTERS = 10_000  # read from the end of a dead worker's log; enough for the stacks of all its threads
 
 # Exceptions that torch raises when a collective loses a member, and parts of their messages: gloo, NCCL, the store.
@@ -112,11 +112,11 @@ class Evidence:
         """Return how many seconds to wait for further evidence after a failure; infinity if nothing has failed."""
         raised = [record for record in self.ends().values() if "error" in record]
         if any(record["exit_code"] is not None or has_lost_a_peer(record) for record in raised):
-            return ASKED_TO_END_S
+            return EXIT_GRACE_S
         if raised:
-            return RAISED_S
+            return DEATH_GRACE_S
         # Workers may have requested an exit code before their node was lost; then the others do so too.
-        return ASKED_TO_END_S if self.losses else math.inf
+        return EXIT_GRACE_S if self.losses else math.inf
 
     def silent_failure(self, rank: int, cause: str) -> WorkerGroupError:
         """Return the error for a worker that recorded no exception, with the stack traces from its log."""
@@ -146,7 +146,7 @@ class Evidence:
             cause = "its workers ended without reporting a result"
             return None if len(ends) == self.world else WorkerGroupError(None, "", cause)
 
-        # False sorts before True, so requested exit codes come before crashes. A worker at its limit of # open files
+        # False sorts before True, so requested exit codes come before crashes. A worker at its limit of open files
         # comes first among crashes: its connections fail, so its peers crash too.
         first = min(
             raised,

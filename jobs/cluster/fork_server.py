@@ -34,7 +34,7 @@ from pathlib import Path
 import psutil
 
 from data.files import import_path
-from jobs.cluster.worker import STOP_SIGNALS, WorkerSpec, outlive, run_worker
+from jobs.cluster.worker import STOP_SIGNALS, WorkerSpec, ignore_signal, run_worker
 
 # Modules imported once for all workers, in addition to DeepSpeed.
 PRELOAD = (
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str]) -> None:
     connection, lifeline, folder, *words = arguments
     # Ignore stop signals sent to all processes of a job: the driver decides when workers end.
     for number in STOP_SIGNALS:
-        signal.signal(number, outlive)
+        signal.signal(number, ignore_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if IMPORTS in words:
         import_for_workers()
@@ -176,7 +176,7 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
     deaths, deaths_writer = os.pipe()
     os.set_blocking(deaths_writer, False)
     signal.set_wakeup_fd(deaths_writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, outlive)
+    signal.signal(signal.SIGCHLD, ignore_signal)
     try:
         while True:
             ready = wait([connection, lifeline, news, deaths])

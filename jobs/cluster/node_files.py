@@ -5,7 +5,7 @@ A stage's folder then has the same path on every node, but is a separate folder 
 1. Before the workers start, `NodeFiles.begin` prepares the folders on every node: the attempt's folder, empty folders
    for earlier attempts, and the few files that one attempt passes to the next. It also detects whether the node and the
    driver share the folder after all, in which case nothing needs to be copied.
-2. With every report, the agent sends new, changed or longer files, which `NodeFiles.look` returns:
+2. With every report, the agent sends new, changed or longer files, which `NodeFiles.changes` returns:
 
        Change("attempts/attempt-000001/rank-00003.json", b'{"rank": 3, …', is_appended=False, mark=(311, 1764…))
        Change("metrics.jsonl", b'{"kind": "train", …}\n', is_appended=True, mark=(81733, 0))
@@ -105,7 +105,7 @@ class NodeFiles:
             self._keep_grown()
         return True
 
-    def look(self) -> list[Change]:
+    def changes(self) -> list[Change]:
         """Return the changes not yet acknowledged by the driver."""
         changes = []
         # Complete files. If a file is deleted or replaced while it is read, the next call finds the new version.

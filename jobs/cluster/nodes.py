@@ -73,12 +73,12 @@ class ThisMachine:
         """Call a method of the agent in another thread."""
         return self.threads.submit(getattr(self.agent, method), *arguments)
 
-    def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
+    def losses_of(self, calls: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
         """Return how each agent's node was lost ("" if it was not lost); stop using lost nodes.
 
-        `asked` pairs each agent with the exception of its last call, or with None if that call has not returned.
+        `calls` pairs each agent with the exception of its last call, or with None if that call has not returned.
         """
-        return [""] * len(asked)
+        return [""] * len(calls)
 
     def give_up(self, agent: NodeAgent) -> None:
         """Kill an unresponsive agent and its workers, avoid its node, and start a new agent at the next attempt."""
@@ -146,7 +146,7 @@ def start_early(cluster: ClusterConfig) -> None:
     if cluster.backend == "processes":
         nodes_of(cluster).warm_up()
     # An existing cluster is joined only when workers are needed.
-    elif embedded.is_wanted() and not embedded.is_started():
+    elif embedded.is_needed() and not embedded.is_started():
         # Ignore errors: they occur again, and are reported, when the cluster is needed.
         with suppress(OSError, ClusterError):
             embedded.start(cluster)

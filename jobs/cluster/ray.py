@@ -69,7 +69,7 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
     """
     if embedded.is_too_small(cluster):
         disconnect()
-    if not _is_joined() and embedded.is_wanted():
+    if not _is_joined() and embedded.is_needed():
         _join_embedded(cluster)
     elif not _is_joined():
         address = os.environ["RAY_ADDRESS"]
@@ -226,12 +226,12 @@ def require_ray(address: str) -> None:
     if os.environ.get("RAY_USE_TLS", "0") != "0":
         return
     host, _, port = address.rpartition(":")
-    answer = b""
+    reply = b""
     # A busy head that does not respond in time passes the check, because Ray waits for it.
     with suppress(TimeoutError), socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:
         connection.sendall(HTTP2_BEGIN)
-        answer = connection.recv(9)  # a frame's header: length, type, flags, stream
-        if len(answer) < 4 or answer[3] != HTTP2_SETTINGS:
+        reply = connection.recv(9)  # a frame's header: length, type, flags, stream
+        if len(reply) < 4 or reply[3] != HTTP2_SETTINGS:
             raise ClusterError(
                 f"RAY_ADDRESS={address} is not a Ray head: another server responds there, perhaps the dashboard\n"
                 "  expected the HOST:PORT that `ray start --head` printed, usually HOST:6379\n"

@@ -79,8 +79,8 @@ class RayNodes(RayPlaces):
         avoided = self.avoided_now()
         kept = 0
         for node_id in self.actors.keys() - self.used:
-            is_there = node_id in rows and rows[node_id]["Alive"] and node_id not in avoided
-            if is_there and not gpus and kept < WARM_SPARES:
+            is_usable = node_id in rows and rows[node_id]["Alive"] and node_id not in avoided
+            if is_usable and not gpus and kept < WARM_SPARES:
                 kept += 1
             else:
                 self.end_agent(node_id)
@@ -89,13 +89,13 @@ class RayNodes(RayPlaces):
             # Ray has no table of the GPUs in a bundle, so run a task in each bundle to get them. They do not change as
             # long as the bundle exists.
             if gpus and node_id not in self.gpu_ids:
-                answers = []
+                replies = []
                 for bundle, count in bundles.items():
                     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
                     task: Any = ray.remote(num_cpus=0, num_gpus=gpus * count)(ray.get_gpu_ids)
-                    answers.append(task.options(scheduling_strategy=place).remote())
+                    replies.append(task.options(scheduling_strategy=place).remote())
                 ids: list[str] = []
-                for of_bundle in ray.get(answers):
+                for of_bundle in ray.get(replies):
                     ids += map(str, of_bundle)
                 self.gpu_ids[node_id] = ",".join(ids)
             agents.append(
@@ -152,17 +152,17 @@ class RayNodes(RayPlaces):
         # Ray kills a frozen process after 5 s; its fork server and workers end with it.
         self.end_agent(agent.node_id)
 
-    def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
+    def losses_of(self, calls: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
         """Return how each agent or its node was lost ("" if neither was); stop using lost agents and nodes.
 
         Ray is queried only once and all nodes are probed in parallel, so a rack without power costs a single timeout.
         """
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        nodes = [alive.get(agent.node_id) for agent, _ in asked]
-        with ThreadPoolExecutor(len(asked)) as threads:
-            answers = list(threads.map(lambda node: node is None or takes_connections(node), nodes))
+        nodes = [alive.get(agent.node_id) for agent, _ in calls]
+        with ThreadPoolExecutor(len(calls)) as threads:
+            accepted = list(threads.map(lambda node: node is None or takes_connections(node), nodes))
         losses = []
-        for (agent, error), node, takes in zip(asked, nodes, answers, strict=True):
+        for (agent, error), node, takes in zip(calls, nodes, accepted, strict=True):
             loss = "" if takes else "its node does not respond"
             if node is None:
                 loss = "its node left the cluster"
@@ -225,21 +225,21 @@ def run_on_nodes(
     function also runs on nodes filled by other campaigns.
     """
     remote_function: Any = ray.remote(num_cpus=0, max_retries=0)(function)
-    asked = []
+    calls = []
     for node in ray.nodes():
         if node["Alive"] and node["NodeID"] not in without:
             pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            asked.append((node, remote_function.options(scheduling_strategy=pinned).remote(*arguments)))
+            calls.append((node, remote_function.options(scheduling_strategy=pinned).remote(*arguments)))
     # Wait for all nodes together, so that a node that does not respond does not delay the others.
-    ray.wait([answer for _, answer in asked], num_returns=len(asked), timeout=timeout_s)
+    ray.wait([reply for _, reply in calls], num_returns=len(calls), timeout=timeout_s)
     values = []
-    unanswered = {}
-    for node, answer in asked:
+    failures = {}
+    for node, reply in calls:
         try:
-            values.append((node["NodeID"], ray.get(answer, timeout=0)))
+            values.append((node["NodeID"], ray.get(reply, timeout=0)))
         except RayError as error:  # includes timeouts
-            unanswered[node["NodeManagerHostname"]] = str(error).splitlines()[0] or f"no response in {timeout_s:g} s"
-    return values, unanswered
+            failures[node["NodeManagerHostname"]] = str(error).splitlines()[0] or f"no response in {timeout_s:g} s"
+    return values, failures
 
 
 _joined: dict[tuple[str, str], RayNodes] = {}  # (id of this node, id of this Ray job) → nodes; at most one entry

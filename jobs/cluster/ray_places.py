@@ -37,14 +37,14 @@ POLL_S = 0.1
 FIRST_LINE_S = 3.0  # wait before the first message: places of the previous worker group take a moment to become free
 NEXT_LINE_S = 10.0  # minimum interval between different messages
 SAME_LINE_S = 60.0  # interval at which the same message is repeated
-NEXT_CHOICE_S = 5.0  # time for Ray to place a request, before a different number of workers is requested
+NEXT_REQUEST_S = 5.0  # time for Ray to place a request, before a different number of workers is requested
 AVOID_S = 600.0  # how long a node is avoided after it was about to leave
-MISSED_S = 70.0  # within this time Ray detects a dead node, so a node still listed later may be used again
+DETECTION_S = 70.0  # within this time Ray detects a dead node, so a node still listed later may be used again
 TOO_FEW = "use a smaller cluster.workers, or set RAY_ADDRESS=HOST:PORT to use a larger cluster"
 
-ANSWER_S = 0.5  # timeout for the kernel of a live node to accept a connection
-ASKED_TIMES = 2  # connection attempts, because a packet may be lost: TCP retries after 1 s, a new connection at once
-ASKED_AT_ONCE = 64  # number of nodes probed in parallel
+PROBE_TIMEOUT_S = 0.5  # timeout for the kernel of a live node to accept a connection
+PROBE_ATTEMPTS = 2  # connection attempts, because a packet may be lost: TCP retries after 1 s, a new connection at once
+PARALLEL_PROBES = 64  # number of nodes probed in parallel
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ def takes_connections(node: Mapping[str, Any]) -> bool:
 
     Ray's own health check takes 15 s for a node that refuses connections, and 65 s for one that does not respond.
     """
-    for _ in range(ASKED_TIMES):
+    for _ in range(PROBE_ATTEMPTS):
         with suppress(OSError):
-            socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S).close()
+            socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), PROBE_TIMEOUT_S).close()
             return True
     return False
 
@@ -150,9 +150,9 @@ class RayPlaces:
             # Probe all nodes: Ray would place bundles on a node without power, because it notices the loss only later.
             avoided = self.avoided_now()
             nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
-            with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
-                for node, is_there in zip(nodes, threads.map(takes_connections, nodes), strict=True):
-                    if not is_there:
+            with ThreadPoolExecutor(PARALLEL_PROBES) as threads:
+                for node, is_alive in zip(nodes, threads.map(takes_connections, nodes), strict=True):
+                    if not is_alive:
                         self.avoid([node["NodeID"]])
             self._request(worlds[0], worlds[-1])
         elif len(worlds) > 1:
@@ -285,7 +285,7 @@ class RayPlaces:
         began = time.monotonic()
         deadline = began + timeout_s
         patient_until = min(began + patience_s, deadline)
-        next_choice = min(began + NEXT_CHOICE_S, patient_until)
+        next_choice = min(began + NEXT_REQUEST_S, patient_until)
         next_line = began + FIRST_LINE_S
         last_line, logged_at = "", 0.0
         assert self.reservation is not None
@@ -293,7 +293,7 @@ class RayPlaces:
             now = time.monotonic()
             if now > next_choice:
                 is_patient = now < patient_until
-                next_choice = now + NEXT_CHOICE_S
+                next_choice = now + NEXT_REQUEST_S
                 if is_patient:
                     next_choice = min(next_choice, patient_until)
                 if self._adjust_request(worlds, log, is_patient=is_patient):
@@ -379,7 +379,7 @@ class RayPlaces:
     def _long_avoided(self, nodes: Set[str]) -> set[str]:
         """Return the nodes avoided for longer than Ray takes to detect a dead node."""
         now = time.monotonic()
-        return {node for node in nodes - self.excluded if now > self.avoided[node] + MISSED_S}
+        return {node for node in nodes - self.excluded if now > self.avoided[node] + DETECTION_S}
 
     def _avoided_for(self, least: int, state: ClusterState) -> set[str]:
         """Return the nodes to exclude from a placement: excluded and avoided nodes.

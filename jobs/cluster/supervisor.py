@@ -9,7 +9,7 @@ Steps of an attempt (`supervise`):
 1. Claim the next attempt number of the run. From now on, no older attempt can commit a checkpoint.
 2. Get the task from the stage: the document sent to all workers.
 3. Create the attempt's folder, `<stage>/attempts/attempt-000001`, for the workers' files.
-4. Run the worker group. About every 0.5 s (`Attempt.look`): report the status; end the attempt if a worker is stuck;
+4. Run the worker group. About every 0.5 s (`Attempt.check`): report the status; end the attempt if a worker is stuck;
    log slow workers; tell the workers to commit and exit if there is room for more workers, if a node is about to
    leave, or if a stop is requested.
 5. The worker function has returned a value: done.
@@ -98,7 +98,7 @@ def supervise(
         # 0. Reserve before the claim, so that an attempt without places leaves no trace.
         sizes = history.sizes
         world = nodes.reserve(storage.address(), sizes.open_worlds(), context.log, partial(end_if_requested, context))
-        sizes.begins(world)
+        sizes.record_start(world)
         cluster = dataclasses.replace(context.campaign.cluster, workers=world)
         larger = [other for other in worlds if other > world]
         growth = Growth(larger, cluster.patience_s, nodes.room, partial(last_step, context), sizes.not_before)
@@ -121,7 +121,7 @@ def supervise(
         growth.start()
         try:
             with companion:
-                value = group.run(function, task, attempt.look)
+                value = group.run(function, task, attempt.check)
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:
             # 6.
@@ -134,10 +134,10 @@ def supervise(
             is_end_of_stage = context.stop_requested() and error.exit_code is not None
             made_progress = not is_end_of_stage and last_step(context) > step_before
             if made_progress:
-                sizes.has_committed(world, {link.agent.node_id for link in group.links})
+                sizes.record_commit(world, {link.agent.node_id for link in group.links})
             # 8. Not if a stop is requested too.
-            was_asked = growth.target is not None or bool(group.drain_events)
-            if error.exit_code == ExitCode.PREEMPTED and was_asked and not context.stop_requested():
+            was_requested = growth.target is not None or bool(group.drain_events)
+            if error.exit_code == ExitCode.PREEMPTED and was_requested and not context.stop_requested():
                 move(attempt, nodes, sizes)
                 continue
             # 9.
@@ -174,7 +174,7 @@ class Attempt:
     growth: Growth
     can_commit: bool
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check the workers' last reported states; called about every 0.5 s.
 
         Raises WorkerGroupError if a worker is stuck, Preempted if a stop is requested and there is nothing to commit.
@@ -257,7 +257,7 @@ def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
     target = attempt.growth.target
     drain_events = attempt.group.drain_events
     if target is not None and not drain_events:
-        sizes.grows(target)
+        sizes.record_scale_up(target)
         context.log(
             f"scaling up from {attempt.watch.world} to {target} workers, resuming from {restart_point(context)}"
         )

@@ -102,13 +102,13 @@ def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, s
         if Bucket(run, folder).read("stage.json") is not None:
             run, _, stage = run.rpartition("/")
         store = Bucket(run, folder / run.rpartition("/")[2])
-        is_there = bool(store.list())
+        exists = bool(store.list())
         # 2. RUN/STAGE without the key. A run's URL has at least two names after s3://.
-        if not is_there and run.count("/") > 3:
+        if not exists and run.count("/") > 3:
             run, _, stage_name = run.rpartition("/")
             store = Bucket(run, folder / run.rpartition("/")[2])
-            is_there = any(file.count("/") == 1 and file.endswith(f"/{RECORD}") for file in store.list())
-        if not is_there:
+            exists = any(file.count("/") == 1 and file.endswith(f"/{RECORD}") for file in store.list())
+        if not exists:
             raise UsageError(f"no run at {url}\n  expected s3://BUCKET/NAME, as in the recipe's run: key")
         store.local.mkdir()
         files = (*SMALL_FILES, "log.txt") if with_logs else SMALL_FILES

@@ -31,11 +31,11 @@ from pipeline.monitoring.telemetry import append_whole
 from pipeline.values import counted, duration
 
 QUIET_S = 10.0  # after this long without output, log what the run is waiting for
-DRIVER_MARK = "[driver] "  # prefix of the driver's lines in a stage's log.txt; a worker's is "[worker 2] "
+DRIVER_PREFIX = "[driver] "  # prefix of the driver's lines in a stage's log.txt; a worker's is "[worker 2] "
 CLOCK = "%Y-%m-%d %H:%M:%S"
 STATUS_RESERVE_BYTES = 4096  # padding of status.json, so that the final message fits if the disk is full
-LONGEST_MESSAGE = 600  # characters of the message in status.json; JSON may need six bytes for each
-MOST_VALUES = 6  # values in a row of the table of results
+MAX_MESSAGE_LENGTH = 600  # characters of the message in status.json; JSON may need six bytes for each
+MAX_VALUES = 6  # values in a row of the table of results
 
 
 class RunLog(Watcher):
@@ -59,7 +59,7 @@ class RunLog(Watcher):
     def __call__(self, text: str) -> None:
         """Print a line from the driver, and write it to the logs of the run and of the running stage."""
         if self.stage_file is not None:
-            lines = "".join(f"{DRIVER_MARK}{line}\n" for line in text.splitlines())
+            lines = "".join(f"{DRIVER_PREFIX}{line}\n" for line in text.splitlines())
             # If the disk is full, the line is only shown in the terminal.
             append_whole(self.stage_file, lines.encode())
         self.keep(text)
@@ -139,7 +139,7 @@ class RunLog(Watcher):
         self.shown_bytes[log] = shown + len(whole)
         for line in whole.decode(errors="replace").splitlines():
             # The driver's own lines were shown when they were logged.
-            if not line.startswith(DRIVER_MARK):
+            if not line.startswith(DRIVER_PREFIX):
                 # The terminal shows only the stage's name, which is unique in a campaign; log.txt has its key too.
                 self.keep(f"[{message.directory.name}] {line}")
                 self.show(f"[{message.stage}] {line}")
@@ -191,7 +191,7 @@ def write_status(run: Path, code: int | None, message: str, command: str) -> Non
     """
     record = {
         "exit_code": code,
-        "message": message[:LONGEST_MESSAGE],
+        "message": message[:MAX_MESSAGE_LENGTH],
         "command": command,
         "time": time.strftime(CLOCK),
     }
@@ -221,8 +221,8 @@ def result_parts(row: Mapping[str, Any]) -> list[str]:
     parts: list[str] = []
     if outcome.metrics:
         parts = [f"{name} {value:.1%}" for name, value in outcome.metrics.items()]
-        if len(parts) > MOST_VALUES:
-            parts[MOST_VALUES - 1 :] = [f"… {len(parts)} values in total"]
+        if len(parts) > MAX_VALUES:
+            parts[MAX_VALUES - 1 :] = [f"… {len(parts)} values in total"]
     elif outcome.diverged:
         parts = ["diverged"]
     elif outcome.summary:

@@ -64,7 +64,7 @@ def run_campaign(
     try:
         with (
             lease,  # 1, first: if another command owns the run, its status.json must not be written
-            synced(campaign.storage, lease, log) as put_files,  # 2
+            synced(campaign.storage, lease, log) as upload_files,  # 2
             watching.of_command(campaign, lease),  # 3 and 9
             status_file(campaign.run, typed_command(), log.keep, lease),
         ):
@@ -77,7 +77,7 @@ def run_campaign(
             unfinished = [stage for stage in stages if campaign.done(stage) is None]
             if any(stage.kind.needs_workers for stage in unfinished):
                 start_workers(campaign.cluster, log)  # 6, once for all stages
-            session = Session(campaign, log, lease, watching, stopper, put_files, fresh)
+            session = Session(campaign, log, lease, watching, stopper, upload_files, fresh)
             rows = []
             for stage in stages:
                 rows.append(session.run_or_skip(stage.name))  # 7
@@ -132,7 +132,7 @@ class Session:
     lease: Lease
     watching: Watchers
     stopper: "Stopper"
-    put_files: Callable[[], None]  # uploads changed files to the run's store; raises RunOwned if the run is lost
+    upload_files: Callable[[], None]  # uploads changed files to the run's store; raises RunOwned if the run is lost
     fresh: bool  # restart an unfinished stage whose config has changed
 
     def run_or_skip(self, name: str) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Session:
             show_progress=self.log.show_progress,
             poll=self.poll,
             stop_requested=self.stopper.is_stop_requested,
-            check_owned=self.put_files,  # it first checks that this command still owns the run
+            check_owned=self.upload_files,  # it first checks that this command still owns the run
         )
         # Set before checking for a stop; otherwise, a signal between the two would take effect only after the stage.
         self.stopper.works_here = not stage.kind.needs_workers
@@ -159,7 +159,7 @@ class Session:
             raise Preempted(f"stopped before {name}; run the same command again to resume")
         with self.watching.of_stage(context):
             outcome = run_stage(context, fresh=self.fresh)
-        self.put_files()
+        self.upload_files()
         self.stopper.works_here = False
         return {"stage": name, "skipped": False, **outcome}
 

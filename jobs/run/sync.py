@@ -30,7 +30,7 @@ from pipeline.checkpoints.manifest import ATTEMPTS, attempt_folder
 
 SYNC_FILE = "sync.json"
 ATTEMPT_CLAIM = re.compile(rf"{ATTEMPTS}/\d+\.json")
-PUT_EVERY_S = 60.0  # interval at which the thread uploads changed files
+UPLOAD_EVERY_S = 60.0  # interval at which the thread uploads changed files
 NOT_SYNCED = ("checkpoints", ATTEMPTS, LEASES)  # folders handled by other modules
 
 Log = Callable[[str], None]
@@ -56,7 +56,7 @@ def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], No
     sync.note()
     # 2. In a thread, because uploading a large file takes minutes.
     has_ended = threading.Event()
-    thread = threading.Thread(target=sync.keep_putting, args=(has_ended,), name="sync", daemon=True)
+    thread = threading.Thread(target=sync.keep_uploading, args=(has_ended,), name="sync", daemon=True)
     thread.start()
     try:
         # Upload files that the last command in this folder could not upload: workers on other nodes may wait for them.
@@ -87,9 +87,9 @@ class Sync:
         # Token of the command that used this folder last; file name → size and mtime in ns when it was uploaded.
         self.previous_token, self.known = last_owner(store.local)
 
-    def keep_putting(self, has_ended: threading.Event) -> None:
-        """Upload changed files every PUT_EVERY_S seconds while this command owns the run."""
-        while not has_ended.wait(PUT_EVERY_S):
+    def keep_uploading(self, has_ended: threading.Event) -> None:
+        """Upload changed files every UPLOAD_EVERY_S seconds while this command owns the run."""
+        while not has_ended.wait(UPLOAD_EVERY_S):
             try:
                 self.put()
             except RunOwned:
@@ -138,8 +138,8 @@ class Sync:
         write_atomically(self.run / SYNC_FILE, json.dumps({"token": self.lease.record["token"], "known": self.known}))
 
 
-def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> dict[str, int]:
-    """Download the files selected by `is_wanted` that are missing locally; return file name → size in bytes.
+def fetch_small_files(store: Bucket, is_selected: Callable[[str], bool]) -> dict[str, int]:
+    """Download the files selected by `is_selected` that are missing locally; return file name → size in bytes.
 
     Also creates the attempts' folders, from which attempts are counted. Raises StorageError, and DataError if an
     attempt's claim is invalid JSON or names a folder outside the run.
@@ -149,7 +149,7 @@ def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> dict[s
     for name, size in store.list().items():
         if ATTEMPT_CLAIM.fullmatch(name):
             claims.append(name)
-        if is_wanted(name) and not (store.local / name).exists():
+        if is_selected(name) and not (store.local / name).exists():
             missing[name] = size
 
     def fetch(name: str) -> None:

@@ -52,7 +52,7 @@ class Watchers:
 
     def __init__(self, watchers: Sequence[Watcher | str], log: Log) -> None:
         self.log = log
-        self.complaints: set[str] = set()  # exceptions already logged
+        self.logged_failures: set[str] = set()  # exceptions already logged
         self.reader: StageReader | None = None  # reader of the running stage
         self.watchers: list[Watcher] = []
         for watcher in watchers:
@@ -115,7 +115,7 @@ class Watchers:
         except (Preempted, RunOwned):  # raised by a signal handler during the call (jobs/run/session.py)
             raise
         except Exception as error:
-            complaint = f"{name}: {type(error).__name__}: {one_line(str(error))}"
-            if complaint not in self.complaints:
-                self.complaints.add(complaint)
-                self.log(f"{complaint}; the run continues without this output")
+            failure = f"{name}: {type(error).__name__}: {one_line(str(error))}"
+            if failure not in self.logged_failures:
+                self.logged_failures.add(failure)
+                self.log(f"{failure}; the run continues without this output")

@@ -209,14 +209,14 @@ class Evaluate(StageKind):
 
         # Reuse the results of earlier evaluations; the workers compute the others.
         results = earlier_results(context, weights_digest)
-        unanswered: list[NamedRequest] = []
+        missing: list[NamedRequest] = []
         for named in all_named:
             if named.digests in results:
                 source = results[named.digests]["from"]
                 context.log(f"{context.stage.name}: {named.request.protocol.name} on {named.name} reused from {source}")
             else:
-                unanswered.append(named)
-        if unanswered:
+                missing.append(named)
+        if missing:
             worker_config = WorkerConfig(
                 preprocess=preprocess,
                 max_labels=cfg.max_labels,
@@ -227,10 +227,10 @@ class Evaluate(StageKind):
                 model=cfg.model,
             )
             requests = []
-            for named in unanswered:
+            for named in missing:
                 requests.append(named.request)
             computed = evaluate_on_workers(worker_config, init, requests, context)
-            for named, result in zip(unanswered, computed, strict=True):
+            for named, result in zip(missing, computed, strict=True):
                 results[named.digests] = {**result, "code": code_version()}
 
         # Write the results with the names and in the order of the recipe.

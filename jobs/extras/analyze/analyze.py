@@ -34,7 +34,7 @@ from models.configs import ViTConfig
 from models.extras import analysis
 from models.positions import ADDED
 
-SHOWN = 8  # images in attention.png
+MAX_IMAGES = 8  # images in attention.png
 COMPONENTS = 28  # filters in figure 7
 POSITION_LABELS = 14  # maximum number of labels on an axis of the position maps
 
@@ -169,7 +169,7 @@ def rounded(tensor: Tensor | None) -> object:
 
 def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> None:
     """Draw figure 6: each image next to a copy darkened outside the attended regions."""
-    shown = list(images.values())[:SHOWN]
+    shown = list(images.values())[:MAX_IMAGES]
     height, width = shown[0].shape[:2]
     # All images have the model's input size.
     row_height = 2 * height / width  # inches; the two columns are four inches wide in total

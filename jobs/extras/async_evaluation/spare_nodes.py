@@ -10,7 +10,7 @@ from jobs.cluster.ray_nodes import RayNodes
 from jobs.cluster.ray_places import Reservation, without_nodes
 
 BORROW_S = 5.0  # time for Ray to place a bundle that seems to fit
-BORROW_LOOK_S = 1.0  # interval between checks whether other jobs need the borrowed resources
+BORROW_CHECK_S = 1.0  # interval between checks whether other jobs need the borrowed resources
 
 
 class SpareBundle(RayNodes):
@@ -36,11 +36,11 @@ class SpareBundle(RayNodes):
             free.pop(node, None)
         return room_for(self.share, free) >= 1 and not self.training.has_pending_requests()
 
-    def is_wanted(self) -> bool:
+    def is_needed_elsewhere(self) -> bool:
         """Return whether another job is waiting for the borrowed resources; query Ray at most once a second."""
         if not self.training.borrowed or time.monotonic() < self.next_look:
             return False
-        self.next_look = time.monotonic() + BORROW_LOOK_S
+        self.next_look = time.monotonic() + BORROW_CHECK_S
         return self.training.has_pending_requests()
 
     def take(self) -> bool:
@@ -58,10 +58,10 @@ class SpareBundle(RayNodes):
         self.training.borrowed.append(self.reservation)
         if group.wait(timeout_seconds=BORROW_S):
             return True
-        self.give_back()
+        self.release_borrowed()
         return False
 
-    def give_back(self) -> None:
+    def release_borrowed(self) -> None:
         """Release the borrowed resources, if any."""
         self.reservation = None
         while self.training.borrowed:

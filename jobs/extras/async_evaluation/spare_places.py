@@ -51,7 +51,7 @@ class SpareCore(ThisMachine):
         gpus = self.cluster.gpus_per_worker
         return not gpus or self.gpus_present()[0] >= self.gpus_in_use + gpus
 
-    def is_wanted(self) -> bool:
+    def is_needed_elsewhere(self) -> bool:
         """Return False: commands on a machine are unaware of each other, so none waits for the resources."""
         return False
 
@@ -59,7 +59,7 @@ class SpareCore(ThisMachine):
         """Reserve the resources; this always succeeds, because no other command reserves them."""
         return True
 
-    def give_back(self) -> None:
+    def release_borrowed(self) -> None:
         """Release the resources."""
 
     def close(self) -> None:

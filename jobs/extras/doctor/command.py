@@ -16,7 +16,7 @@ from jobs.terminal import ProgressMeter, echo
 if TYPE_CHECKING:
     from data.extras.doctor.doctor import Report
 
-MOST_LABELS = 1000  # maximum number of classes listed per sample
+MAX_LABELS = 1000  # maximum number of classes listed per sample
 Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Also write a self-contained HTML report.")]
 World = Annotated[int, typer.Option(min=1, help="Assume this many training workers in the advice.")]
 RepairedFolder = Annotated[str, typer.Argument(help="Folder for the new data set; not the folder of the old one.")]
@@ -117,7 +117,7 @@ def list_samples(
                 # A sample without a usable label has an empty column.
                 classes = ""
                 with suppress(BadImage):
-                    classes = ", ".join(map(index.class_name, read_labels(raw, index, MOST_LABELS)))
+                    classes = ", ".join(map(index.class_name, read_labels(raw, index, MAX_LABELS)))
                 # A key with a tab would look like two columns; `printable` escapes it.
                 typer.echo("\t".join(map(printable, (key, shard.name, classes, index.name))))
 

@@ -33,7 +33,7 @@ class ThreadedWatcher(Watcher):
         self.is_shown = False  # whether the current stage has workers
         self.newest: StatusMessage | None = None  # newest message of the current stage
         self.ends: deque[StatusMessage] = deque()  # last messages of ended stages, not shown yet
-        self.complaints: set[str] = set()  # failures already logged
+        self.logged_failures: set[str] = set()  # failures already logged
         self.closing = threading.Event()
         self.log: Callable[[str], None] = print
         self.thread: threading.Thread | None = None
@@ -107,7 +107,7 @@ class ThreadedWatcher(Watcher):
             yield
         except Exception as error:
             first_line = str(error).strip().partition("\n")[0]
-            complaint = f"{self.name}: {type(error).__name__}: {first_line}"
-            if complaint not in self.complaints:
-                self.log(f"{complaint}; the run continues, and monitoring resumes when the problem is solved")
-            self.complaints.add(complaint)
+            failure = f"{self.name}: {type(error).__name__}: {first_line}"
+            if failure not in self.logged_failures:
+                self.log(f"{failure}; the run continues, and monitoring resumes when the problem is solved")
+            self.logged_failures.add(failure)

@@ -35,7 +35,7 @@ from pipeline.monitoring.telemetry import Record
 CLOSE_S = 15.0  # maximum time to send the remaining records when a command ends
 OPEN_S = 10.0  # timeout for the W&B server; the client's default of 90 s would delay the end of the command
 NOT_NUMBERS = ("kind", "time", "attempt", "step")
-LONGEST_TEXT = 500  # maximum number of characters of a parameter in MLflow
+MAX_TEXT_LENGTH = 500  # maximum number of characters of a parameter in MLflow
 
 Facts = Mapping[str, Any]  # description of a stage, without metrics (`facts_of`)
 Log = Callable[[str], None]
@@ -119,7 +119,7 @@ class Mlflow:
         parameters = []
         for name, value in flat(facts, message.stage).items():
             if name not in known and str(value):
-                parameters.append(self.mlflow.entities.Param(name, str(value)[:LONGEST_TEXT]))
+                parameters.append(self.mlflow.entities.Param(name, str(value)[:MAX_TEXT_LENGTH]))
         self.client.log_batch(run_id, params=parameters)
         self.client.set_tag(run_id, "patchline.code", facts["code"])
         self.client.set_tag(run_id, "patchline.commit", facts["commit"])

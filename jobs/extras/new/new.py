@@ -36,9 +36,9 @@ from pipeline.values import amount, duration, flow_yaml
 if TYPE_CHECKING:  # imports torch, which takes seconds and would delay an error about a path without images
     from jobs.extras.new.training import Machine, TrainingChoice
 
-MOST_BAD = 0.1  # maximum fraction of unreadable images among the opened ones
+MAX_SHARE_OF_BAD = 0.1  # maximum fraction of unreadable images among the opened ones
 # How to add classes to images without labels, by their source.
-TO_HAVE_CLASSES = {
+HOW_TO_ADD_CLASSES = {
     "folder": "sort the images into one subfolder per class, and use the folder that contains the subfolders",
     "table": "add a column label to the table",
     "parquet": "add a column label to the parquet file",
@@ -117,10 +117,10 @@ def new(
         )
     describe(sets.train)
     bad = sets.train.bad.total()
-    if bad > MOST_BAD * sets.train.opened:
+    if bad > MAX_SHARE_OF_BAD * sets.train.opened:
         raise DataError(
             f"{bad} of {sets.train.opened} opened images cannot be read; the first is {sets.train.first_bad}\n"
-            f"  expected at most {MOST_BAD:.0%}; restore them from their source, or remove them"
+            f"  expected at most {MAX_SHARE_OF_BAD:.0%}; restore them from their source, or remove them"
         )
     if init is not None and not sets.train.classes:
         raise UsageError("--init needs labels for fine-tuning, but these images have none\n  omit --init to pretrain")
@@ -141,7 +141,7 @@ def new(
                 f"run python -m jobs new {above}"
             )
         else:
-            echo(f"to train on classes, {TO_HAVE_CLASSES[sets.train.source]}")
+            echo(f"to train on classes, {HOW_TO_ADD_CLASSES[sets.train.source]}")
     elif sets.held_out:
         echo(f"held out: {sets.held_out}% of each class for evaluation, because no part is named val or test")
     elif sets.train.classes:

@@ -20,11 +20,11 @@ from pipeline.values import counted, milliseconds
 LONG_SAVE_S = 60.0
 SHM_WITH_GPUS = 2**30  # bytes; NCCL's manual recommends --shm-size=1g
 SHM = 2**26  # bytes; Docker's default
-OPEN_FILES_A_WORKER = 8  # open files per other worker: gloo's connections in each process group
+OPEN_FILES_PER_WORKER = 8  # open files per other worker: gloo's connections in each process group
 OPEN_FILES = 512  # open files for everything else; shards use a quarter of any limit (data.shards.reader)
 SLOW_PAIR = 3.0  # slowness relative to the fastest pair of the same kind; on two busy cores, equal pairs differ by less
 SLOW_REDUCTION = 0.5  # share of a step's compute time; by default DeepSpeed does not overlap it with the backward pass
-MOST_NODES = 8  # maximum number of nodes listed by name
+MAX_NODES_LISTED = 8  # maximum number of nodes listed by name
 SHARED_RUN = "put the run directory on storage that every node mounts at the same path: run=/shared/NAME"
 
 
@@ -110,9 +110,9 @@ def workers(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     for worker in identities:
         ranks_of.setdefault(worker["node"], []).append(str(worker["rank"]))
     nodes = []
-    for node, ranks in list(ranks_of.items())[:MOST_NODES]:
+    for node, ranks in list(ranks_of.items())[:MAX_NODES_LISTED]:
         nodes.append(f"{node}: {','.join(ranks)}")
-    if len(ranks_of) > MOST_NODES:
+    if len(ranks_of) > MAX_NODES_LISTED:
         nodes.append("…")
     text = f"{len(identities)} on {counted(len(ranks_of), 'node')} ({', '.join(nodes)}), "
     text += f"on {identities[0]['device']}"
@@ -247,12 +247,12 @@ def run_folder(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     # First check that the storage is shared, because the results for locks and links depend on that.
     lacking = [(who, folder["lacks"]) for who, folder in facts.folders if folder["lacks"]]
     unseen = [who for who, folder in facts.folders if not folder["sees_driver"]]
-    unanswered = [who for who, folder in facts.folders if not folder["is_answered"]]
+    unseen_nodes = [who for who, folder in facts.folders if not folder["is_answered"]]
     if unseen:
         text = f"not shared: {worker_name(unseen[0])} does not see the driver's files"
         yield CheckVerdict("FAIL", text, SHARED_RUN)
-    elif unanswered:
-        text = f"not shared: the driver does not see the files of {worker_name(unanswered[0])}"
+    elif unseen_nodes:
+        text = f"not shared: the driver does not see the files of {worker_name(unseen_nodes[0])}"
         yield CheckVerdict("FAIL", text, SHARED_RUN)
     elif lacking:
         who, lacks = lacking[0]
@@ -382,7 +382,7 @@ def open_files(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check the open-file limit of each node."""
     lowest = min(facts.everywhere, key=lambda place: place["machine"]["open_files"])
     limit = lowest["machine"]["open_files"]
-    needed = OPEN_FILES + OPEN_FILES_A_WORKER * len(facts.workers)
+    needed = OPEN_FILES + OPEN_FILES_PER_WORKER * len(facts.workers)
     text = f"limit {limit:,} for a worker on {lowest['identity']['node']}, about {needed:,} needed"
     remedy = f"run ulimit -n {4 * needed} before ray start, or set LimitNOFILE= in its systemd unit"
     yield CheckVerdict("WARN" if limit < needed else "OK", text, remedy)

@@ -14,7 +14,7 @@ from jobs.stages.training import TrainingExtra, allowed_worlds
 from models import ModelConfig
 from pipeline.training_config import TrainConfig, has_whole_images
 
-MANY = 1_000_000  # number of steps large enough for each phase of the schedule to occur
+MANY_STEPS = 1_000_000  # number of steps large enough for each phase of the schedule to occur
 
 
 class MemoryCheck(TrainingExtra):
@@ -50,7 +50,7 @@ class MemoryCheck(TrainingExtra):
 
 def sees_whole_images(cfg: TrainConfig, model: ModelConfig) -> bool:
     """Return whether any step of a stage trains on whole images, as the traced step does."""
-    return has_whole_images(cfg.phases(MANY, model))
+    return has_whole_images(cfg.phases(MANY_STEPS, model))
 
 
 def check_memory(stage: Stage, available: Available, fewest: int) -> Iterator[CheckResult]:

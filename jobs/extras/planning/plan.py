@@ -147,7 +147,7 @@ class Plan:
         # 5. The training, unless it has finished.
         if stage.kind.trains and not is_done:
             trained = PlannedTraining(campaign, stage, self.assumed, self.add, self.log)
-            trained.work_out()
+            trained.compute()
             self.to_train.append(trained)
 
     def sum_up(self) -> tuple[str, str, str]:

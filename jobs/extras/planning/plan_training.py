@@ -37,7 +37,7 @@ from pipeline.training_config import flops_of, has_one_shape
 from pipeline.training_data import batch_arithmetic, cache_line, steps_of, training_order
 from pipeline.values import amount, counted, duration, milliseconds
 
-LEAST_GAIN = 0.01  # another save_every is suggested if it saves at least this fraction of a stage's time
+MIN_GAIN = 0.01  # another save_every is suggested if it saves at least this fraction of a stage's time
 
 
 def span(least_s: float, most_s: float) -> str:
@@ -81,7 +81,7 @@ class PlannedTraining(TrainedFacts):
         self.no_time = "the data or the model does not exist yet"  # why the duration is unknown
         self.is_asynchronous = getattr(self.cfg, "evaluate_on", "training") == "spare"
 
-    def work_out(self) -> None:
+    def compute(self) -> None:
         """Compute the estimates and add their lines; skip estimates for which the data or the model is unknown."""
         is_known = self.describe()
         self.log(f"plan: {self.name}: estimating the memory of a step (once per config) …")
@@ -162,7 +162,7 @@ class PlannedTraining(TrainedFacts):
         passes = "the data does not exist yet"
         if samples:
             passes = f"{images / samples:.2f} passes over {samples:,} samples"
-            if not self.all_there:
+            if not self.has_all_sets:
                 passes += " (according to the recipe; the data does not exist yet)"
         steps = f"{self.steps:,}"
         if cfg.first_step:
@@ -187,7 +187,7 @@ class PlannedTraining(TrainedFacts):
                 if index is not None:
                     text += f", {self.steps * share / index.samples:.2f} passes over {index.samples:,} samples"
                 self.add("mixture", text)
-        if self.all_there and any(index.remote for index in self.indexes):
+        if self.has_all_sets and any(index.remote for index in self.indexes):
             joined, order = training_order(cfg, self.indexes)
             slots = batch_arithmetic(cfg, self.fewest).slots(0)
             self.add("cache", f"a worker needs {cache_line(joined, order, slots, 0, cfg.data)}")
@@ -252,12 +252,12 @@ class PlannedTraining(TrainedFacts):
         best_every = min(max(1, round(best_s / work_s * steps)), steps)
         with_best_s, _ = seconds_with_failures(work_s, best_every * work_s / steps, trial, mtbf_s)
         text = f"every {cfg.save_every:,} steps; "
-        if with_best_s < (1 - LEAST_GAIN) * seconds:
+        if with_best_s < (1 - MIN_GAIN) * seconds:
             sooner = "at all" if math.isinf(seconds) else f"{1 - with_best_s / seconds:.0%} sooner"
             text += f"saving every {best_every:,} steps would make it finish {sooner} (Young 1974): set "
             text += f"{self.name}.save_every={best_every}"
         else:
-            text += f"no other interval would make it finish {LEAST_GAIN:.0%} sooner (Young 1974)"
+            text += f"no other interval would make it finish {MIN_GAIN:.0%} sooner (Young 1974)"
         self.add(
             "save",
             f"{text}; a save pauses training for {milliseconds(trial.save_stall_s)} and is committed after "

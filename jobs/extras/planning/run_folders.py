@@ -30,7 +30,7 @@ def temporary_run(run: Path) -> Iterator[Path]:
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, interrupt) if is_main else None
     try:
-        was_there = run.exists()
+        existed = run.exists()
         run.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".temporary-", dir=run))
         try:
@@ -39,7 +39,7 @@ def temporary_run(run: Path) -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            if not was_there:
+            if not existed:
                 with suppress(OSError):
                     run.rmdir()
     finally:

@@ -81,7 +81,7 @@ def trial(campaign: Campaign, only: str | None) -> None:
         connect(campaign.cluster)
     try:
         for stage in to_try:
-            try_stage(campaign, stage)
+            measure_stage(campaign, stage)
     finally:
         disconnect()
 
@@ -122,7 +122,7 @@ def trial_key(campaign: Campaign, stage: Stage) -> str:
     return digest({"config": plain(relevant), "model": model, "sets": sets, "weights": cfg.data.weights()})
 
 
-def try_stage(campaign: Campaign, stage: Stage) -> None:
+def measure_stage(campaign: Campaign, stage: Stage) -> None:
     """Run the steps of a stage in a temporary folder and measure them; print and save the result."""
     # 1. Change the length, saves and evaluations in the stage's config.
     cfg: TrainConfig = stage.config

@@ -36,7 +36,7 @@ from pipeline.extras.replays.batch import RecordedStep, TrainedStage
 from pipeline.monitoring.telemetry import account
 from pipeline.values import counted, duration
 
-NAMED = 8  # maximum number of differing states that a finding lists, largest first
+MAX_LISTED = 8  # maximum number of differing states that a finding lists, largest first
 NOISE = 1e-8  # second moments below this fraction of a parameter's largest belong to theoretically zero gradients
 LAST_BITS = 1e-4  # relative difference of a loss or norm that other hardware can cause in the first steps
 SIGNED_AS = "patchline"  # namespace of the signature
@@ -171,10 +171,10 @@ def audit(
     if key is not None:
         Path(f"{report}.sig").unlink(missing_ok=True)
         command = ["ssh-keygen", "-Y", "sign", "-f", key, "-n", SIGNED_AS, str(report)]
-        answer = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-        if answer.returncode != 0:
+        signing = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if signing.returncode != 0:
             raise ClusterError(
-                f"ssh-keygen cannot sign with {key}: {answer.stderr.strip()}\n  expected a private SSH key"
+                f"ssh-keygen cannot sign with {key}: {signing.stderr.strip()}\n  expected a private SSH key"
             )
         verify = f"ssh-keygen -Y verify -f ALLOWED_SIGNERS -I NAME -n {SIGNED_AS} -s {report}.sig < {report}"
         echo(f"signed: {report}.sig; to verify it, run: {verify}")
@@ -274,7 +274,7 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
             finding.differing.append(
                 StateDifference(name, kind, piece.start + element, difference, difference / scale, worker)
             )
-    finding.differing = sorted(finding.differing, key=lambda state: -state.relative)[:NAMED]
+    finding.differing = sorted(finding.differing, key=lambda state: -state.relative)[:MAX_LISTED]
 
     # 3. Combine the evidence. Other data explains every difference. Under other conditions, ignore differing traces if
     # nothing else differs. A commit can differ even if the records of its steps agree.

@@ -23,14 +23,14 @@ from pipeline.values import amount
 
 BUCKETS = 360  # number of buckets of a curve, with two points each
 MEANS = 75  # maximum number of points of a smoothed curve
-LEAST_SMOOTHED = 3  # minimum number of steps per mean; below this, a second curve is not useful
+MIN_SMOOTHED = 3  # minimum number of steps per mean; below this, a second curve is not useful
 STEEP = 20.0  # the axis is logarithmic if the largest value exceeds this multiple of the median
 # Inches at 72 pixels each. Pages enlarge charts by up to 50 %; no text is smaller than 9 pixels.
 WIDTH = 4.2
 HEIGHT = 2.2
 LINE = 0.19  # height of a row of the legend
 LABELS = 52  # maximum number of characters in a row of the legend
-LONGEST_LABEL = 28
+MAX_LABEL_LENGTH = 28
 NO_STEPS = np.zeros(0, int)
 PERCENT = FuncFormatter(lambda value, _place: f"{100 * value:g} %")
 PLAIN = FuncFormatter(lambda value, _place: f"{value:g}")
@@ -111,14 +111,14 @@ def line_chart(
         is_alone = curves == 1  # a single curve needs no label, because the title names it
         for line in lines:
             colour = LINES[line.number % len(LINES)]
-            label = line.label[:LONGEST_LABEL]
+            label = line.label[:MAX_LABEL_LENGTH]
             x, y = thin(line.x, line.y)
             if line.is_faded:
                 axes.plot(x, y, color=INK, linewidth=0.8, linestyle=DASHES[2], alpha=0.6, label=label)
                 continue
             if is_alone:
                 label = ""
-            if line.is_smoothed and len(line.y) >= LEAST_SMOOTHED * MEANS:
+            if line.is_smoothed and len(line.y) >= MIN_SMOOTHED * MEANS:
                 of_steps = "each step" if is_alone else ""
                 axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.45, label=of_steps)
                 x, y, size = smooth(line.x, line.y)
@@ -169,7 +169,7 @@ def value_chart(title: str, named: Sequence[tuple[str, float, float, float]]) ->
         value, low, high = np.array(columns, float)
         spread = [np.maximum(value - low, 0), np.maximum(high - value, 0)]
         axes.errorbar(value, rows, xerr=spread, fmt="o", color=LINES[0], ecolor=INK, elinewidth=1, capsize=3, ms=4)
-        axes.set_yticks(rows, np.array(names, f"U{LONGEST_LABEL}"), fontsize=8, parse_math=False)
+        axes.set_yticks(rows, np.array(names, f"U{MAX_LABEL_LENGTH}"), fontsize=8, parse_math=False)
         axes.set_ylim(len(named) - 0.5, -0.5)
         axes.xaxis.set_major_formatter(PERCENT)
         return drawn(figure, axes, title, 0.8 + 0.24 * len(named), left=0.48)

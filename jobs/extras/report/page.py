@@ -36,10 +36,10 @@ from pipeline.values import amount, duration
 from pipeline.variables import restored
 
 DETAILED = 6  # number of newest training stages shown in detail; a sweep can have hundreds
-MOST_RESULTS = 6  # maximum number of results in the first line of the report
-MOST_ROWS = 200  # maximum number of rows of a table
-MOST_LINES = 12  # maximum number of lines in a chart
-MOST_CLASSES = 30  # number of listed classes, those with the lowest accuracy
+MAX_RESULTS = 6  # maximum number of results in the first line of the report
+MAX_ROWS = 200  # maximum number of rows of a table
+MAX_LINES = 12  # maximum number of lines in a chart
+MAX_CLASSES = 30  # number of listed classes, those with the lowest accuracy
 # Title of each chart, in page order → plotted field of metrics.jsonl.
 CURVES = {
     "training loss": "loss",
@@ -118,7 +118,7 @@ def run_values(run: RunHistory, album: Album) -> dict[str, Any]:
         "made": made,
         "replays": album.replays(run),
         "analyses": album.analyses(run.path),
-        "most_classes": MOST_CLASSES,
+        "most_classes": MAX_CLASSES,
         "amount": amount,
         "duration": duration,
     }
@@ -135,7 +135,7 @@ def verdict(run: RunHistory) -> str:
         # Packed data sets and single runs of a sweep are only in the table of stages.
         elif stage.result and "sets" not in stage.done and not stage.name.startswith(tables):
             results.append(f"{stage.name} {stage.result}")
-    if len(results) > MOST_RESULTS:
+    if len(results) > MAX_RESULTS:
         results = [f"{len(results)} results, see the table of stages"]
     if run.state == "done" or not unfinished:
         return f"Done. {'; '.join(results)}"
@@ -212,7 +212,7 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         title = "held-out evaluations, 95 % intervals"
         if len(by_name) == 1:
             title = f"held-out {evaluated[0].name}, 95 % intervals"
-        drawn.append(charts.line_chart(title, lines[:MOST_LINES], reach=reach, is_share=True))
+        drawn.append(charts.line_chart(title, lines[:MAX_LINES], reach=reach, is_share=True))
     # 3. Sample images and accuracy per class of the newest evaluation.
     predictions = None
     classes: list[ClassAccuracy] = []
@@ -241,8 +241,8 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         if not isinstance(index, Index):
             sets.append({"name": name, "problem": index})
             continue
-        largest = np.argsort(-np.array(index.class_counts, int), kind="stable")[:MOST_ROWS].tolist()
-        sets.append({"name": name, "index": index, "labels": largest, "shards": index.shards[:MOST_ROWS]})
+        largest = np.argsort(-np.array(index.class_counts, int), kind="stable")[:MAX_ROWS].tolist()
+        sets.append({"name": name, "index": index, "labels": largest, "shards": index.shards[:MAX_ROWS]})
         # A subset uses the same tars as its parent data set, so show the parent's path too.
         if index.origin is not None:
             sets[-1]["parent"] = os.path.normpath(index.tables / index.origin.index / "..")
@@ -340,14 +340,14 @@ def sweep_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
             drawn.append((name, mean["mean"], low, high))
     if drawn:
         title = f"{stage.name}: {record['metric']}, {spread_label}"
-        values["chart"] = charts.value_chart(title, drawn[:MOST_ROWS])
+        values["chart"] = charts.value_chart(title, drawn[:MAX_ROWS])
     lines: list[Line] = []
     for other in run.stages:
         if other.name in names and other.reports:
             steps = other.steps
             lines.append(Line(other.name, steps.samples_seen, steps.loss, number=len(lines), is_smoothed=True))
     if lines:
-        values["losses"] = charts.line_chart("training loss of the runs", lines[:MOST_LINES])
+        values["losses"] = charts.line_chart("training loss of the runs", lines[:MAX_LINES])
     return values
 
 
@@ -400,14 +400,14 @@ def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, A
         first_difference = find_first_difference(base, stage, differing)
         if first_difference.step is not None:
             marks.append(Mark(base.samples_at(first_difference.step), "first difference"))
-        others.append({"name": run_name, "differences": differing[:MOST_ROWS], "first_difference": first_difference})
+        others.append({"name": run_name, "differences": differing[:MAX_ROWS], "first_difference": first_difference})
     # For each run: a line in every chart, its progress, and its newest evaluation.
     charted: dict[str, list[Line]] = {}
     rows = []
     metric = ""
     results = []
     for number, (run_name, stage) in enumerate(of_runs.items()):
-        if number < MOST_LINES:
+        if number < MAX_LINES:
             for chart, lines in curves(stage).items():
                 charted.setdefault(chart, []).append(lines[0]._replace(label=run_name, number=number))
         evaluated = evaluations(stage)

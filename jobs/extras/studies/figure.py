@@ -191,8 +191,8 @@ class Figure(StageKind):
             try:
                 figure["fit"] = fitted(cfg, points, is_share=is_share)
             except ValueError as error:
-                way_out = "remove fit, or vary more values in the sweep"
-                raise DataError(f"{context.stage.name}.fit: {error}\n  {way_out}") from None
+                remedy = "remove fit, or vary more values in the sweep"
+                raise DataError(f"{context.stage.name}.fit: {error}\n  {remedy}") from None
 
         # 3. Write the files. Importing matplotlib takes half a second, so do it only when a figure is drawn.
         from jobs.extras.studies.chart import write_study_chart

@@ -30,9 +30,9 @@ from pipeline.extras.power_law import law_of
 from pipeline.optimization import learning_rate
 from pipeline.training_config import TrainConfig, has_one_shape
 
-MANY = 1_000_000  # steps: enough for every phase of token dropping to occur
+MANY_STEPS = 1_000_000  # steps: enough for every phase of token dropping to occur
 # Fields that a branch may set differently from its trunk although they must not change on resume.
-OWN = ("steps", "passes", "init", "begin", "law", "model", "new_head", "keep_best", "patience")
+BRANCH_FIELDS = ("steps", "passes", "init", "begin", "law", "model", "new_head", "keep_best", "patience")
 
 
 class Compute(NamedTuple):
@@ -93,7 +93,7 @@ def check_branch(stage: Stage, available: Available) -> None:
         f"{stage.name}.begin is not supported for runs in an object store",
     )
     # A branch changes the number of steps, and with it the phases of token dropping.
-    is_alike = stage.model is None or has_one_shape(cfg.phases(MANY, stage.model), stage.model)
+    is_alike = stage.model is None or has_one_shape(cfg.phases(MANY_STEPS, stage.model), stage.model)
     require(
         is_alike,
         f"{stage.name}.begin: a branch cannot use token dropping (thinning): its phases depend on the number of steps",
@@ -111,7 +111,7 @@ def check_branch(stage: Stage, available: Available) -> None:
     after = config.tagged(cfg, "forbid")
     for values, model in ((before, trunk.model), (after, stage.model)):
         for name in list(values):
-            if name.split(".")[0] in OWN or name == "optim.schedule.cooldown_steps":
+            if name.split(".")[0] in BRANCH_FIELDS or name == "optim.schedule.cooldown_steps":
                 del values[name]
         # Compare the resolved models, because a branch takes its model from the weights of its trunk.
         if model is not None:

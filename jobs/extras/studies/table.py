@@ -60,7 +60,7 @@ from pipeline.evaluation import document, intervals
 from pipeline.monitoring.telemetry import without_single_seeds
 from pipeline.values import amount
 
-MOST_COPIES = (
+MAX_SHARE_OF_COPIES = (
     0.01  # tolerated share of held-out samples with the same bytes in another set: many sets contain duplicates
 )
 TIES = "the highest mean; if equal, the first in the recipe"
@@ -546,7 +546,7 @@ def check_held_out(table: Stage, run: Stage, available: Available) -> None:
                 continue
             same_places, same_bytes = shared_samples(index, other)
             # Allow a few identical images: many sets contain duplicates (`leaks` lists them).
-            if same_places or same_bytes > MOST_COPIES * index.samples:
+            if same_places or same_bytes > MAX_SHARE_OF_COPIES * index.samples:
                 raise DataError(
                     f"{key} ({path}) chooses values for {run.source}, but {max(same_places, same_bytes):,} of "
                     f"its {index.samples:,} samples are also in {other_key} ({other_path})\n"

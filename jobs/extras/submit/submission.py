@@ -51,8 +51,8 @@ STOP_GRACE_S = 120  # time to finish the step and commit; Ray's default is 3 s
 STOP_WAIT_S = STOP_GRACE_S + 30  # 30 s more for the job's status to change
 LISTED_FIRST = {"RUNNING": 0, "PENDING": 1}
 POLL_S = 0.5
-LOOK_EVERY_S = 5.0  # request the job's status after this long without output
-LOOK_TIMEOUT_S = 10.0
+STATUS_EVERY_S = 5.0  # request the job's status after this long without output
+STATUS_TIMEOUT_S = 10.0
 HEAD_PATIENCE_S = 60.0  # the head is considered lost after this long without a response
 AGENT_WAIT_S = 300.0  # maximum wait for the head's agent; on a busy machine with two cores it took over a minute
 NO_AGENT = "No available agent to submit job"
@@ -201,14 +201,14 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
     )
     written = 0  # characters of the job's log
     texts = _tail(client, job.id)
-    answered_s = time.monotonic()  # when the head last responded
+    responded_s = time.monotonic()  # when the head last responded
     alive_s = time.monotonic()  # when the job was last known to be alive
     while True:
         # 1. Read the job's output. None means that the connection was closed: the job has ended, or the head is
         #    unreachable.
         text: str | None = ""
         with suppress(queue.Empty):
-            text = texts.get(timeout=LOOK_EVERY_S)
+            text = texts.get(timeout=STATUS_EVERY_S)
         if text:
             # Remove Ray's line about setting up the environment, which precedes the driver's output.
             driver_text = RAY_LINE.sub("", text)
@@ -217,16 +217,16 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
             else:
                 print(driver_text, end="", flush=True)
             written += len(text)
-            answered_s = time.monotonic()
+            responded_s = time.monotonic()
             continue
 
-        # 2. After LOOK_EVERY_S without output, check whether the head responds and the job is alive. Ray's connection
+        # 2. After STATUS_EVERY_S without output, check whether the head responds and the job is alive. Ray's connection
         #    has no heartbeat, a head that loses power does not close it, and Ray's client has no timeout.
         try:
-            jobs = _within(LOOK_TIMEOUT_S, lambda: _jobs_of_run(client, job.id))
-            answered_s = time.monotonic()
+            jobs = _within(STATUS_TIMEOUT_S, lambda: _jobs_of_run(client, job.id))
+            responded_s = time.monotonic()
         except Exception as error:
-            silent_s = time.monotonic() - answered_s
+            silent_s = time.monotonic() - responded_s
             if silent_s > HEAD_PATIENCE_S:
                 raise ClusterError(
                     f"the cluster's head at {address} has not responded for {silent_s:.0f} s "
@@ -236,7 +236,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
                 ) from None
             jobs = [job]
             if text is None:
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(STATUS_EVERY_S)
         if not jobs:
             raise ClusterError(
                 f"the cluster's head at {address} was restarted and no longer knows job {job.id}\n"
@@ -245,7 +245,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
         if jobs[0].alive:
             alive_s = time.monotonic()
         # The job's last lines may arrive after its end; the connection is closed after them.
-        elif text is None or time.monotonic() - alive_s > LOOK_TIMEOUT_S:
+        elif text is None or time.monotonic() - alive_s > STATUS_TIMEOUT_S:
             return jobs[0]
         if text is None:
             texts = _tail(client, job.id, written)

@@ -315,7 +315,7 @@ def test_fewer_workers_are_used_after_patience_s_and_more_once_there_is_room(nod
 
 
 def test_workers_of_a_node_share_a_bundle_unless_only_smaller_ones_fit(nodes, monkeypatch) -> None:
-    monkeypatch.setattr(ray_places, "NEXT_CHOICE_S", 0.5)
+    monkeypatch.setattr(ray_places, "NEXT_REQUEST_S", 0.5)
     four = ClusterConfig(workers=4, wait_s=30)
     large = nodes.cluster.add_node(num_cpus=3, **nodes.options)
     other: PlacementGroup | None = None

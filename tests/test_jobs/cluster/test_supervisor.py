@@ -305,13 +305,13 @@ def test_workers_are_asked_to_commit_before_a_move_growth_or_stop(
     )
     attempt = Attempt(stand.context(), 1, group, watch, growth, can_commit=True)  # type: ignore[arg-type]
     group.node_names = ["n0", "n1"]
-    attempt.look()
+    attempt.check()
     assert len(stops_asked) == asked
     assert len(looks) == (not ended)
     said_slow = "worker 1 on n1 is slow: late"
     assert stand.log == ([] if ended else [said_slow]) + said
     # The new number of workers is logged once, and the stop is requested repeatedly.
-    attempt.look()
+    attempt.check()
     assert len(stops_asked) == 2 * asked
     assert len([line for line in stand.log if "room" in line]) == len(said)
 
@@ -329,12 +329,12 @@ def test_stuck_worker_ends_the_attempt(tmp_path) -> None:
     watch = Watch(2, stall_s=60.0, clock=lambda: now[0])
     growth = Growth((), 60.0, lambda: 0, lambda: -1)
     attempt = Attempt(stand.context(), 1, group, watch, growth, can_commit=True)  # type: ignore[arg-type]
-    attempt.look()
+    attempt.check()
     now[0] = 61.0
-    attempt.look()  # nothing is known about the worker: its agent is silent
+    attempt.check()  # nothing is known about the worker: its agent is silent
     silent[0] = False
     with pytest.raises(WorkerGroupError, match="worker 1 on n1: "):
-        attempt.look()
+        attempt.check()
 
 
 # ------------------------------------------------------------------------ nodes that differ from the majority

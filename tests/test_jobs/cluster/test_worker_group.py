@@ -549,17 +549,17 @@ def test_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> N
     growth = Growth([], 60.0, lambda: 0, lambda: -1)
     attempt = Attempt(context, 1, group, Watch(2, stall_s=60), growth, can_commit=True)
     with pytest.raises(Preempted, match="stopped before the workers started, at the beginning"):
-        attempt.look()
+        attempt.check()
     assert asked == ["stop"], "the last report may be older than a worker's start"
     has_started = True
-    attempt.look()
+    attempt.check()
     assert asked == ["stop", "stop"], "a worker that has started is asked to commit"
     has_started = False
     left(group, 1)
-    attempt.look()
+    attempt.check()
     assert asked[2:] == [], "the request is repeated only after a while"
     with pytest.raises(Preempted, match="stopped in pretrain; run the same command again to restart this stage"):
-        dataclasses.replace(attempt, can_commit=False).look()
+        dataclasses.replace(attempt, can_commit=False).check()
 
 
 # ------------------------------------------------------------------------ devices
