@@ -91,7 +91,7 @@ class ClusterConfig:
 
     @property
     def world(self) -> int:
-        """Return the number of workers in an attempt, for which the supervisor has replaced a range with a number."""
+        """Return an attempt's number of workers; call this after the supervisor has replaced a range with a number."""
         assert isinstance(self.workers, int), self.workers
         return self.workers
 

@@ -13,7 +13,8 @@ The lifecycle of a lease (`Lease`):
 3. When the command ends, it marks the lease as released, so that the next command need not wait.
 
 `holder_state` decides whether a holder is alive. It never compares the clocks of two machines, because they differ. If
-the holder is a process on this machine, the kernel knows; otherwise, the lease is watched for at most LOST_PERIODS.
+the holder is a process on this machine, the kernel knows; otherwise, the lease is watched for at most LOST_PERIODS
+renewal periods.
 
 A holder suspended for longer notices the higher number before it writes anything (`Lease.confirm`). If its
 workers still try to commit, their attempt number is too low: each commit first reads the newest number.
@@ -162,7 +163,7 @@ class Lease:
             )
 
     def take(self) -> None:
-        """Take over the run. Raises RunOwned if the owner is alive, and StorageError."""
+        """Acquire the lease, and with it the run. Raises RunOwned if another owner is alive, and StorageError."""
         # 1. In a store without conditional writes, two commands could create the same number.
         self.storage.check_exclusive_create(f"{ATTEMPTS}/{0:06d}.json")
         while True:
@@ -232,7 +233,7 @@ class Lease:
         self.renewed_s = self.record["renewed_s"]
 
     def content(self) -> bytes:
-        """Return the content to write to the lease file next."""
+        """Return the next content of the lease file."""
         self.record["renewed"] = time.strftime("%Y-%m-%d %H:%M:%S")
         self.record["renewed_s"] = clock()
         content = seal(self.record).encode()
@@ -290,9 +291,9 @@ def newest_lease(storage: Storage) -> SeenLease | None:
 
 
 def holder_state(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> tuple[State, SeenLease | None]:
-    """Return whether a run has a live owner, and the newest lease; watch the lease for up to `periods` if needed.
+    """Return whether a run has a live owner, and its newest lease; if unclear, watch the lease for `periods` renewals.
 
-    `periods` is a number of renewal periods. `log` reports this wait. Raises StorageError, OSError.
+    `log` reports this wait. Raises StorageError, OSError.
     """
     seen = newest_lease(storage)
     if seen is None or seen.is_released:
@@ -346,7 +347,7 @@ def owned_error(storage: Storage, seen: SeenLease) -> RunOwned:
 
 
 def stop_holder(storage: Storage, seen: SeenLease, log: Log, patience_s: float) -> None:
-    """Tell the command that owns a run, on any machine, to commit and stop; return after it has ended.
+    """Tell the command that owns a run, on any machine, to commit and stop; return once it has ended.
 
     The command sees the request at its next renewal. Raises ClusterError if it does not end in time, UsageError if
     Slurm or systemd would restart it, StorageError.

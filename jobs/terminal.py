@@ -118,7 +118,7 @@ class Activity:
                 print(self.text, file=sys.stderr, flush=True)
 
     def show(self, done: int, total: int | None, text: str) -> bool:
-        """Show progress on a bar; return False if stdout is not a terminal."""
+        """Show progress with a bar; return False if stdout is not a terminal."""
         with self.lock:
             if self.bar is None and sys.stdout.isatty():
                 self.bar = LiveBar()

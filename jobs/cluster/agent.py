@@ -1,6 +1,6 @@
 """A node's agent: starts and monitors the workers on its node, and reports to the driver. Every node has one agent.
 
-On a Ray cluster, the agent is an actor; without Ray, it is an object in the driver. The class is the same.
+On a Ray cluster, the agent is an actor; without Ray, it is an object in the driver. Both use the same class.
 
 1. The agent runs a fork server (fork_server.py), which stays warm between attempts and stages.
 2. `start` forks this node's workers for an attempt.
@@ -214,9 +214,10 @@ class Agent:
             return self.files is not None
 
     def poll(self, news: int, wait_s: float, acknowledged: Mapping[str, Mark]) -> NodeReport:
-        """Return the workers' states after `wait_s` seconds, or at once if there are events after event number `news`.
+        """Return the workers' states after `wait_s` seconds, or at once if there are events newer than `news`.
 
-        `acknowledged` contains the marks of the file changes already written by the driver.
+        `news` is the number of the last event in the previous report. `acknowledged` contains the marks of the file
+        changes already written by the driver.
         """
         deadline = time.monotonic() + wait_s
         with self.changed:
@@ -358,7 +359,7 @@ class Agent:
 
 
 def remove_folders_of_killed_agents(parent: Path) -> None:
-    """Remove this user's agent folders without a held lock from `parent`, to which all users may write."""
+    """Remove this user's stale agent folders, whose lock is free, from `parent`, which all users may write to."""
     for other in parent.glob(f"{FOLDER_PREFIX}*"):
         # Another user may have created the folder, or a link or pipe of this name: do not open anything in it.
         if not (is_own(other) and is_own(other / LOCK)):

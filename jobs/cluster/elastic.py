@@ -105,7 +105,7 @@ class Growth:
             threading.Thread(target=self.watch, name="growth", daemon=True).start()
 
     def watch(self) -> None:
-        """Check the room in the cluster every CHECK_EVERY_S until the attempt has ended."""
+        """Check every CHECK_EVERY_S seconds how much room the cluster has, until the attempt has ended."""
         while not self.has_ended.wait(CHECK_EVERY_S):
             # Ignore errors: the head may be unreachable, and the next check may succeed.
             with suppress(Exception):
@@ -127,8 +127,8 @@ class Growth:
     def is_due(self) -> bool:
         """Return whether to stop this attempt so that the next attempt can use more workers.
 
-        True once there has been room for them for `patience_s` seconds and a checkpoint has been committed since. Once
-        true, the result does not change.
+        True if the cluster has had room for them for `patience_s` seconds and a checkpoint has been committed since
+        then. Once true, the result stays true.
         """
         if self.target is not None:
             return True

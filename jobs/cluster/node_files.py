@@ -145,7 +145,7 @@ class NodeFiles:
         return changes
 
     def acknowledge(self, acknowledged: Mapping[str, Mark]) -> None:
-        """Record which changes have been written by the driver: file name → mark of the change."""
+        """Record the changes written by the driver, given as file name → mark."""
         has_grown = False
         for name, mark in acknowledged.items():
             if name in self.grown:

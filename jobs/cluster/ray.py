@@ -155,7 +155,7 @@ def _join_embedded(cluster: ClusterConfig) -> None:
 
         # Ray reads LOOPBACK_ONLY at import, which may have happened before it was set.
         if ray.util.get_node_ip_address() != embedded.LOOPBACK:
-            raise RuntimeError(f"this process imported Ray before {embedded.LOOPBACK_ONLY} was 0")
+            raise RuntimeError(f"this process imported Ray before {embedded.LOOPBACK_ONLY} was set to 0")
         _init_ray(address=text)
     except Exception as error:
         # The guard kills and removes everything started so far.

@@ -123,7 +123,7 @@ class RayPlaces:
         return share
 
     def reserve(self, run: str, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> int:
-        """Wait for places, and return how many workers have one.
+        """Wait until places are reserved, and return the number of workers with a place.
 
         Returns at once if this process already has suitable places, none of their nodes is leaving, and no larger
         number of workers fits. `on_tick` is called several times a second and may end the wait by raising an exception.
@@ -279,7 +279,7 @@ class RayPlaces:
         return bundle_sizes(workers, [room_for(self.share, {node: free}) for node, free in nodes.items()])
 
     def _wait(self, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> None:
-        """Wait until Ray has placed the request, and log what is missing. Raises the errors of `reserve`."""
+        """Wait until Ray grants the request, and log what is missing. Raises the same errors as `reserve`."""
         patience_s = self.cluster.patience_s
         timeout_s = self.cluster.wait_s or math.inf
         began = time.monotonic()

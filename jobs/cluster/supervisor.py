@@ -6,7 +6,7 @@
 Steps of an attempt (`supervise`):
 0. Reserve a place for every worker: wait until the cluster has room or a stop is requested. If the stage allows several
    numbers of workers, choose one.
-1. Claim the next attempt number of the run. From now on, no older attempt can commit a checkpoint.
+1. Claim the next attempt number of the run. From then on, no older attempt can commit a checkpoint.
 2. Get the task from the stage: the document sent to all workers.
 3. Create the attempt's folder, `<stage>/attempts/attempt-000001`, for the workers' files.
 4. Run the worker group. About every 0.5 s (`Attempt.check`): report the status; end the attempt if a worker is stuck;
@@ -249,7 +249,7 @@ def write_incident(
 
 
 def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
-    """Prepare and log the move of the next attempt: off the leaving nodes, or to more workers.
+    """Prepare the next attempt's move off the leaving nodes, or to more workers, and log it.
 
     Raises Preempted if the driver's node is leaving, because the next attempt needs a driver on another node.
     """
@@ -277,7 +277,7 @@ def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
 def exclude_unlike_nodes(context: Context, nodes: Nodes, failure: WorkerGroupError, least: int) -> None:
     """Exclude and log the nodes whose code or packages differ from the majority of all nodes.
 
-    Nodes without workers also count. Raises StageFailed if no node differs, if there is no majority, or if the
+    Nodes without workers are compared too. Raises StageFailed if no node differs, if there is no majority, or if the
     other nodes have too little room.
     """
     identities = nodes.identities()

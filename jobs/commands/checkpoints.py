@@ -24,7 +24,9 @@ SavedRun = Annotated[
     ),
 ]
 Keep = Annotated[int, typer.Option(help="Number of newest checkpoints to keep in each stage, at least 2.")]
-KeepEvery = Annotated[int, typer.Option(help="Also keep steps that are multiples of this number; 0: no others.")]
+KeepEvery = Annotated[
+    int, typer.Option(help="Also keep the checkpoints of steps divisible by this number; 0: no others.")
+]
 
 
 def list_all(path: SavedRun, _debug: Debug = False) -> None:

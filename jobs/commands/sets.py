@@ -53,7 +53,7 @@ ClassList = Annotated[
 ClassesOf = Annotated[str | None, typer.Option(metavar="INDEX", help="Use the class numbering of this data set.")]
 Rename = Annotated[
     list[str] | None,
-    typer.Option(metavar="OLD=NEW", help="Rename a class of the source; repeatable."),
+    typer.Option(metavar="OLD=NEW", help="Rename a class from the source; repeatable."),
 ]
 Real = Annotated[
     str | None, typer.Option(help="imagenet-validation: real.json with all labels of each image, instead of --wnids.")
@@ -88,7 +88,7 @@ Workers = Annotated[int, typer.Option(min=1, help="Number of shards processed in
 
 Check = Annotated[
     bool,
-    typer.Option("--check", help="Then decode every sample, as `data check` does; exit with 65 if one is bad."),
+    typer.Option("--check", help="Afterwards, decode every sample like `data check`; exit with 65 if any is damaged."),
 ]
 
 
@@ -207,7 +207,7 @@ def index(
     check_all: Check = False,
     _debug: Debug = False,
 ) -> int:
-    """Index existing WebDataset tars in place; exit with 65 if no sample is usable."""
+    """Index existing WebDataset tars in place; exit with code 65 if no sample is usable."""
     from data.index.document import load_index
     from data.shards.indexing import build_index, problem_of
     from data.sources.numbering import check_unambiguous, read_class_list

@@ -36,7 +36,8 @@ Step = Annotated[int | None, typer.Option(help="Step of the checkpoint; default:
 OtherRun = Annotated[str | None, typer.Option("--with", metavar="RUN", help="Run or checkpoint to compare with.")]
 OtherStep = Annotated[int | None, typer.Option("--with-step", help="Step of the checkpoint to compare with.")]
 Target = Annotated[
-    Path, typer.Option("--to", metavar="FOLDER", help="Folder for weights.safetensors and model.json; created if new.")
+    Path,
+    typer.Option("--to", metavar="FOLDER", help="Folder for weights.safetensors and model.json; created if missing."),
 ]
 
 # ------------------------------------------------------------------------------------------------ which checkpoints

@@ -133,7 +133,7 @@ def export(
     is_file = format in ("npz", "pth")
     if is_file and Path(path).suffix != f".{format}":
         raise UsageError(
-            f"{path} does not end in .{format}, so other programs would not recognize the format; nothing was written\n"
+            f"{path} does not end in .{format}, so other programs would not recognise the format; nothing was written\n"
             f"  use {path}.{format}"
         )
     for suffix in ("npz", "pth"):
@@ -259,7 +259,7 @@ def verify(path: str, log: Callable[[str], None]) -> None:
 
 
 def foreign_preprocessing(path: str, config: "models.ModelConfig") -> "models.Preprocessing | None":
-    """Return the preprocessing recorded with weights, for images of the model's size; None if none is recorded.
+    """Return the preprocessing recorded with weights, adapted to the model's image size; None if there is none.
 
     Logs a note if the preprocessing cannot be used, or if it is for another image size.
     """
@@ -326,7 +326,7 @@ def report(
         f"{models.parameters_of(config):,} parameters"
     )
     echo(f"model    {'  '.join(fields)}")
-    echo(f"mapped   {len(model.state_dict())} tensors, none missing, none unknown")
+    echo(f"mapped   {len(model.state_dict())} tensors; none are missing or unknown")
 
     # 2. The class names. Without them, the class order of data sets cannot be checked.
     if config.classes and not names:

@@ -197,7 +197,7 @@ class RunHistory:
 
     @property
     def trained(self) -> list[StageHistory]:
-        """Return the stages that train a model and have started."""
+        """Return the training stages that have started."""
         return [stage for stage in self.stages if stage.task]
 
 

@@ -102,7 +102,7 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
     if budget is not None:
         typed = budget
         budget = read_number(budget, "budget", whole=False)
-        require(budget is not None and budget > 0, f"budget is {typed}, expected exaFLOPs greater than 0")
+        require(budget is not None and budget > 0, f"budget is {typed}, expected a number of exaFLOPs greater than 0")
         is_checked = any(kind.checks_budget for kind in kinds.values())
         require(
             is_checked,

@@ -136,7 +136,7 @@ def restarted_stages(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[Ch
 
 
 def refuse(results: Iterable[CheckResult]) -> None:
-    """Raise the first check result of level FAIL as an error; report all missing inputs first, in one error."""
+    """Raise an error for the first FAIL among check results; missing inputs come first, combined into one error."""
     failures = []
     missing = []
     for result in results:

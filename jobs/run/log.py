@@ -92,7 +92,7 @@ class RunLog(Watcher):
         self.shown_bytes.setdefault(self.stage_file, size_of(self.stage_file))
 
     def status(self, message: StatusMessage) -> None:
-        """Show new log lines and the stage's progress; after QUIET_S without output, also show what it awaits."""
+        """Show new log lines and the stage's progress; after QUIET_S without output, also what it waits for."""
         if message.state == "waiting":
             return
         self.show_new_lines(message)
@@ -238,7 +238,7 @@ def result_parts(row: Mapping[str, Any]) -> list[str]:
 
 
 def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
-    """Log the run's address and, if there are weights, example commands that use the weights of the last section.
+    """Log the run's path or URL and, if there are weights, example commands that use those of the last section.
 
     If the last section is a sweep, the commands name the weights with the best accuracy.
     """

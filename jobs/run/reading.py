@@ -223,7 +223,7 @@ class StageReader:
 
 
 def records_since(path: Path, offset: int, most_bytes: int = TAIL_BYTES) -> tuple[list[Record], int]:
-    """Return the records in at most `most_bytes` after `offset`, and the offset for the next call.
+    """Return the records in the `most_bytes` bytes after `offset`, and the offset for the next call.
 
     An incomplete last line is left for the next call. Lines without a valid record, for example a line cut by the
     offset, are skipped.

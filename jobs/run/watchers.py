@@ -1,4 +1,4 @@
-"""Observe a run with watchers, which update for example the terminal, the HTML report, gauges or trackers.
+"""Observe a run with watchers, which update the terminal, the HTML report, gauges, trackers and so on.
 
     class Killer(Watcher):
         def status(self, message: StatusMessage) -> None:
@@ -29,7 +29,7 @@ Log = Callable[[str], None]
 
 
 class Watcher:
-    """Base class of watchers; every method does nothing."""
+    """Base class for watchers; its methods do nothing."""
 
     def started(self, campaign: Campaign, lease: Lease, log: Log) -> None:
         """Prepare to watch a run; called after the command has acquired the run's lease."""
@@ -108,7 +108,7 @@ class Watchers:
 
     @contextmanager
     def failures_logged(self, watcher: Watcher | str) -> Iterator[None]:
-        """Log each distinct exception of a watcher once, and continue."""
+        """Log each distinct exception raised by a watcher once, and continue."""
         name = watcher if isinstance(watcher, str) else type(watcher).__name__
         try:
             yield

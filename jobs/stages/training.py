@@ -61,7 +61,7 @@ class Companion(Protocol):
 
 
 class TrainingExtra:
-    """Base class for extras of training stages; by default, each method does nothing."""
+    """Base class for extras of training stages; its methods do nothing by default."""
 
     config: type[TrainConfig] | None = None  # subclass of TrainConfig with additional keys
     inputs: ClassVar[Mapping[str, Reads]] = {}  # additional inputs, as in StageKind

@@ -50,7 +50,7 @@ class AttentionMaps:
 
 @dataclass(frozen=True)
 class Features:
-    """Features computed from the weights only; each is None if the model does not have the corresponding layer."""
+    """Features computed from the weights only; each is None if the model lacks the corresponding layer."""
 
     position_similarity: Tensor | None  # (rows, columns, rows, columns), cosine
     components: Tensor | None  # (COMPONENTS, 3, height, width) of a patch filter

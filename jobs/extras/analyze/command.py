@@ -1,4 +1,4 @@
-"""`patchline analyze`."""
+"""The command `patchline analyze`, with its arguments and options."""
 
 from pathlib import Path
 from typing import Annotated

@@ -68,7 +68,7 @@ class Ended(Exception):
 
 
 class NoPlace(Exception):
-    """Raised if the resources are not available or no longer available."""
+    """Raised if the spare resources are not available, or no longer available."""
 
 
 class SpareWorker:
@@ -164,7 +164,7 @@ class SpareWorker:
             self.context.log(f"could not delete old checkpoints: {error}")
 
     def report_records(self) -> None:
-        """Report the results not reported by rank 0 before its end."""
+        """Report the results that rank 0 had not reported before it exited."""
         attempt = int(self.attempt_folder.name.rpartition("-")[2])
         if async_evaluation.records(self.stage):
             telemetry = Telemetry(self.stage, 0, attempt)
@@ -379,13 +379,13 @@ class SpareWorker:
 
 
 def evaluate_at_low_priority(task: Task) -> object:
-    """Evaluate a checkpoint at the lowest CPU priority; the function that the spare worker runs."""
+    """Evaluate a checkpoint at the lowest CPU priority; runs on the spare worker."""
     # On a shared machine, the evaluation could otherwise slow down training.
     os.nice(NICE)
     return evaluate_commit(task)
 
 
 def search_at_low_priority(task: Task) -> object:
-    """Search for the cause of a spike at the lowest CPU priority; the function that the spare worker runs."""
+    """Search for the cause of a spike at the lowest CPU priority; runs on the spare worker."""
     os.nice(NICE)
     return search(task)

@@ -1,4 +1,4 @@
-"""`patchline diff`."""
+"""The command `patchline diff`, with its arguments and options."""
 
 from typing import Annotated
 

@@ -49,7 +49,7 @@ class Fact:
 
 
 class FactDifference(NamedTuple):
-    """A fact in which two stages differ, or which only one stage has."""
+    """A fact that differs between two stages, or exists in only one of them."""
 
     name: str
     first: Fact | None

@@ -1,10 +1,11 @@
-"""Derive facts about a stage's effects from its config. Stages with equal facts train and evaluate in the same way.
+"""Derive facts about a stage's training and evaluation from its config. Stages with equal facts do the same.
 
     passes: 300, of 1,281,167 images, in batches of 4096     {"images": 384,348,160, …}
     steps: 93835 in batches of 4096                          the same fact
     micro_batch: 64, cluster.workers: 8                      no fact, because splitting a batch changes no result
 
-1. `of_campaign` and `of_run` yield the stages that train or evaluate; of runs that differ only by seed, only the first.
+1. `of_campaign` and `of_run` yield the stages that train or evaluate; if runs differ only by seed, they yield only the
+   first.
 2. `facts_of` starts with the fields that must not change on resume, removes fields disabled by other fields, and
    replaces groups of fields with their combined meaning.
 3. An unknown fact, for example the size of a data set not on this machine, has the value None.
@@ -209,9 +210,9 @@ def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
 
 
 def facts_of(stage: ComparedStage, other: ComparedStage) -> dict[str, Fact]:
-    """Return the facts of a stage by field name.
+    """Return a stage's facts by field name.
 
-    Schedules are compared at the peak learning rate and after the warm-up of `other`.
+    Schedules are evaluated with the peak learning rate and the warm-up of `other`, so that they can be compared.
     """
     facts = {}
     if stage.kind.trains:
@@ -408,7 +409,7 @@ def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
 
 
 def fact_of_ops(ops: str | None, size: tuple[int, int] | None) -> Fact:
-    """Return a fact for preprocessing ops, with the image size replaced with "size", and without `decode`."""
+    """Return a fact for preprocessing ops, without `decode` and with "size" in place of the image size."""
     if ops is None:
         if size is None:
             return Fact(None, "")

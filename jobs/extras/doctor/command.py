@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 MAX_LABELS = 1000  # maximum number of classes listed per sample
 Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Also write a self-contained HTML report.")]
-World = Annotated[int, typer.Option(min=1, help="Assume this many training workers in the advice.")]
-RepairedFolder = Annotated[str, typer.Argument(help="Folder for the new data set; not the folder of the old one.")]
+World = Annotated[int, typer.Option(min=1, help="Number of training workers to assume in the advice.")]
+RepairedFolder = Annotated[str, typer.Argument(help="Folder for the new data set; must not be the old one's.")]
 Unique = Annotated[bool, typer.Option("--unique", help="Keep only the first copy of each duplicate image.")]
 
 

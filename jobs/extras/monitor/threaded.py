@@ -1,4 +1,4 @@
-"""Base class of watchers that run in a separate thread, so that they never delay the run.
+"""A base class for watchers that run in a separate thread, so that they never delay the run.
 
     class Gauges(ThreadedWatcher):
         def show(self, message: StatusMessage) -> None: ...
@@ -24,7 +24,7 @@ CLOSE_S = 5.0  # maximum wait for the last call, because Ray's head may not resp
 
 
 class ThreadedWatcher(Watcher):
-    """Base class of watchers whose `show` may take a long time or never return."""
+    """Base class for watchers whose `show` may take a long time or never return."""
 
     name = ""  # prefix of its lines in the log
     close_s: float | None = None  # how long `close` waits for the last call; None: CLOSE_S

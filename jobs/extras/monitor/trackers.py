@@ -213,7 +213,7 @@ def start_trackers(options: TrackersConfig, log: Log) -> list[Tracker]:
         except Exception as error:
             log(f"{name}: {error}; the run continues without this tracker")
             if isinstance(error, ImportError):
-                log("  to use it, run on the driver's machine pip install 'patchline[trackers]'")
+                log("  to use it, run pip install 'patchline[trackers]' on the driver's machine")
             continue
         tracker = Tracker(name, client)
         tracker.start(log)

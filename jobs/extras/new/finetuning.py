@@ -22,7 +22,7 @@ MEAN_OF_LAYERS = sum(0.65**layer for layer in range(1, 13)) / 12
 
 @dataclass(frozen=True)
 class FineTuning:
-    """An optimizer with its learning rate at a batch size, and the publication that reports them."""
+    """An optimizer with a learning rate for one batch size, and the publication that reports them."""
 
     optimizer: str  # adam (decoupled decay, so AdamW) or sgd
     lr: float
@@ -74,7 +74,7 @@ def settings_of(source: ModelConfig, form: dict[str, Any] | None) -> FineTuning:
 
 
 def image_size_of(source: ModelConfig) -> tuple[int, int]:
-    """Return the image size for fine-tuning: that of the weights, or EVALUATED if the former is far larger."""
+    """Return the image size for fine-tuning: that of the weights, or EVALUATED if that exceeds LARGEST."""
     height, width = source.image_size
     if not isinstance(source, ViTConfig) or max(height, width) <= LARGEST:
         return source.image_size

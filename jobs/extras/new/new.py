@@ -93,7 +93,7 @@ def new(
         # This raises ConfigError if the model is unknown.
         model_config({"name": model, "image_size": 224, "classes": 2})
     if probe and init is None:
-        raise UsageError("--probe evaluates the features of weights\n  add --init WEIGHTS")
+        raise UsageError("--probe evaluates the features of pretrained weights\n  add --init WEIGHTS")
     if init is not None:
         init = find_stage(init)
         if is_foreign(init):
@@ -283,7 +283,7 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
     )
     if choice.is_over_time:
         echo(
-            f"  this takes longer than --minutes, because a useful training needs at least {choice.steps} steps\n"
+            f"  this takes longer than --minutes, because useful training takes at least {choice.steps} steps\n"
             "  use a smaller --model, or more --minutes"
         )
 
@@ -294,7 +294,7 @@ def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:
     if "test" not in places:
         raise UsageError(
             "--probe needs images to measure accuracy on, but no part is named val or test and the classes have too "
-            "few images to hold some out\n  add a folder val"
+            "few images to hold some out\n  add a folder named val"
         )
     from pipeline.evaluation import any_weights
 
@@ -312,7 +312,7 @@ def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:
         preprocessing=preprocessing,
     )
     write_atomically(path, as_typed(text))
-    echo(f"wrote {path}: a linear probe and nearest neighbours on features of {init}")
+    echo(f"wrote {path}: a linear probe and a nearest-neighbour classifier on the features of {init}")
 
 
 def render(template: str, **values: Any) -> str:

@@ -99,7 +99,7 @@ class ModelCandidate(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingChoice:
-    """The selected model, augmentation, batch size and length."""
+    """The selected model, augmentation, batch size and training length."""
 
     model: ModelConfig
     section: dict[str, Any]  # the stage's `model:`

@@ -1,1 +1,1 @@
-"""Before a run starts: plan it, measure its training steps, and check the cluster."""
+"""Commands to use before a run: plan it, measure its training steps, and check its cluster."""

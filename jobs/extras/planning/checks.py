@@ -59,7 +59,7 @@ CHECKS = (
 
 
 def results(command: str, facts: TrainedFacts | ClusterFacts, *available: str) -> list[CheckResult]:
-    """Run a command's checks for which facts are available; return the results in table order."""
+    """Run the checks of a command for which facts are available; return the results in table order."""
     shown = []
     for check in CHECKS:
         if command not in check.commands.split() or check.needs not in available:

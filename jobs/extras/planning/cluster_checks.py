@@ -302,7 +302,7 @@ def disk(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def disk_speed(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Estimate how long it takes to write the largest checkpoint, from the measured speed of the run directory."""
+    """Estimate the time to write the largest checkpoint, from the measured write speed of the run directory."""
     written = [folder for _, folder in facts.folders if folder["written_bytes"]]
     if not written:
         return

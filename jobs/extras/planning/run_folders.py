@@ -18,7 +18,7 @@ from jobs.run.sync import fetch_small_files, is_synced, last_owner
 
 @contextmanager
 def temporary_run(run: Path) -> Iterator[Path]:
-    """Create a temporary folder in the run directory during the block; afterwards, also remove a new run directory.
+    """Create a temporary folder in the run directory for the block; if the run directory is new, remove it too.
 
     In the main thread, SIGTERM raises KeyboardInterrupt during the block, so that the folder is always removed.
     """

@@ -71,7 +71,7 @@ class TrainedFacts:
 
 
 def inputs(facts: TrainedFacts) -> Iterator[CheckVerdict]:
-    """Yield a FAIL if a training set or the model is missing."""
+    """Yield a verdict of level FAIL if a training set or the model is missing."""
     for name, index in facts.index_of.items():
         if index is None:
             path = facts.campaign.path_of(facts.cfg.data.sets()[name])
@@ -82,7 +82,7 @@ def inputs(facts: TrainedFacts) -> Iterator[CheckVerdict]:
 
 
 def cores(facts: TrainedFacts) -> Iterator[CheckVerdict]:
-    """Yield a WARN if there are more workers than cores on this machine."""
+    """Yield a verdict of level WARN if there are more workers than cores on this machine."""
     core_count = cluster_config.cores()
     if facts.campaign.cluster.backend == "processes" and not facts.is_gpu and facts.world > core_count:
         yield CheckVerdict(

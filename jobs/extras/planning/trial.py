@@ -1,4 +1,4 @@
-"""Implements `patchline trial RECIPE`: measure real steps of each training stage, for the predictions of `plan`.
+"""Implements `patchline trial RECIPE`: measure steps of each training stage, so that `plan` can predict times.
 
     pretrain   30 steps of 1024 images on 8 workers, the first 5 as warm-up …
     pretrain   800 ms per step: compute 752 ms, waiting for storage 0.31 ms, decoding 41 ms, transfer 6.20 ms
@@ -9,8 +9,8 @@
 1. Run every training stage whose data exists, with the same workers, loop and saves as in `run`, but with fewer steps
    and without evaluations. The stage's folder is deleted at the end.
 2. Compute the time of each part of a step from the stage's records (pipeline/extras/plan/trial.py).
-3. Save the result with the run, under a name that contains a digest of everything that affects step time, and the
-   number of workers.
+3. Save the result with the run; the file is named after a digest of everything that affects step time, and the number
+   of workers.
 """
 
 import time

@@ -47,7 +47,7 @@ OTHER_HARDWARE = "other hardware or libraries: cannot judge"
 
 @dataclass(frozen=True)
 class StateDifference:
-    """The largest difference in a parameter's weights, or in one of its moments, between two commits of one step."""
+    """The largest difference in a parameter's weights, or in one of its moments, between two commits at one step."""
 
     parameter: str
     kind: str  # "master", or a moment's name
@@ -110,8 +110,8 @@ def audit(
 ) -> None:
     """Repeat stretches of a run's steps, print a line for each, and write audit.json.
 
-    Raises DataError if a stretch differs, ClusterError if the difference may be due to the different
-    conditions on this machine; also UsageError, and any error that a run raises.
+    Raises DataError if a stretch differs, or ClusterError if different conditions on this machine may be the reason;
+    also UsageError, and any error that a run raises.
     """
     replays = Replays("audit", run, output, overrides)
     stage = replays.stage
@@ -181,7 +181,7 @@ def audit(
     if differing and all(finding.verdict == OTHER_HARDWARE for finding in differing):
         conditions = sorted({name for finding in differing for name in finding.conditions})
         raise ClusterError(
-            f"cannot judge {replays.name} here: this machine differs from that of the run in {', '.join(conditions)}, "
+            f"cannot audit {replays.name} here: this machine differs from that of the run in {', '.join(conditions)}, "
             f"which changes the last bits; both values are in {report}\n"
             "  repeat the audit under the conditions of the run: the same processor, libraries, threads and variables"
         )

@@ -17,10 +17,10 @@ Output = Annotated[
 ]
 Cluster = Annotated[
     list[str] | None,
-    typer.Argument(metavar="cluster.KEY=VALUE", help="Cluster that repeats the steps; default: as in the run."),
+    typer.Argument(metavar="cluster.KEY=VALUE", help="Cluster settings for the repetition; default: those of the run."),
 ]
-First = Annotated[int | None, typer.Option("--from", metavar="STEP", help="Commit from which to start, or 0.")]
-Last = Annotated[int | None, typer.Option("--to", metavar="STEP", help="Later commit at which to stop.")]
+First = Annotated[int | None, typer.Option("--from", metavar="STEP", help="Step of the commit to start from, or 0.")]
+Last = Annotated[int | None, typer.Option("--to", metavar="STEP", help="Step of the commit to stop at.")]
 
 
 def replay(

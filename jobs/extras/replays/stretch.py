@@ -129,7 +129,7 @@ class Replays:
         for override in self.overrides:
             if not override.startswith("cluster."):
                 raise UsageError(
-                    f"{override} is not a key of the cluster\n  expected a key such as cluster.workers={world}"
+                    f"{override} is not a key of the section cluster\n  expected a key such as cluster.workers={world}"
                 )
         defaults = {"backend": "processes", "workers": world, "cpus_per_worker": start.get("threads", 1)}
         values = with_overrides({"cluster": defaults}, self.overrides)["cluster"]
@@ -186,7 +186,7 @@ class Replays:
         return TrainedStage(target)
 
     def log(self, line: str) -> None:
-        """Print a line of the result, and store the line for the JSON report and the run's HTML report."""
+        """Print a line of results, and store it for the JSON report and the run's HTML report."""
         echo(line)
         self.log_lines.append(line.strip())
 

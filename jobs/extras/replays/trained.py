@@ -15,7 +15,7 @@ def find_trained(run: str) -> Path:
     if "://" in run:
         raise UsageError(
             f"{run} is in an object store, but steps can be repeated only for a run in a folder\n"
-            "  copy the run to a disk first with the tools of the store,\n"
+            "  first copy the run to a disk with the store's tools,\n"
             f"  for example: aws s3 sync {run} runs/NAME"
         )
     folder = Path(find_stage(run, TASK, one_name=True))

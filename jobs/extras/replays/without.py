@@ -79,7 +79,7 @@ def without(
     request = replays.folder / REQUEST
     if request.exists() and artifacts.read_record(request) != removed:
         raise UsageError(
-            f"{replays.folder} contains a repetition with other removed samples\n"
+            f"{replays.folder} contains a repetition with different samples removed\n"
             "  pass --output FOLDER, or move that folder"
         )
 

@@ -1,4 +1,4 @@
-"""`patchline report`."""
+"""The command `patchline report`, with its arguments and options."""
 
 import webbrowser
 from contextlib import ExitStack
@@ -18,7 +18,9 @@ def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, or folders of single stages.")],
     output: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Default: RUN/report.html; for several runs ./comparison.html."),
+        typer.Option(
+            metavar="FILE", help="File to write; default: RUN/report.html, or ./comparison.html for several runs."
+        ),
     ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
     _debug: Debug = False,

@@ -75,7 +75,10 @@ class SweepConfig:
         require(lowest >= 0, f"seeds are {self.seeds}, expected 0 or more")
         check_twice("seeds", self.seeds)
         for name, fields in self.each.items():
-            require(fields is None or isinstance(fields, Mapping), f"each.{name} is {fields!r}, expected fields")
+            require(
+                fields is None or isinstance(fields, Mapping),
+                f"each.{name} is {fields!r}, expected a section of fields",
+            )
         for group, names in self.groups.items():
             check_twice(f"groups.{group}", names)
             for name in names:
@@ -92,7 +95,7 @@ class Run:
     values: Section  # the run's values from the grid, by dotted name
 
     def after(self, parent: "Run", name: str) -> "Run":
-        """Return this run, of the section `name`, combined with `parent`, a run of another sweep."""
+        """Return this run combined with `parent`, a run of another sweep; `name` is this run's section."""
         row = parent.row
         if self.row != name:
             row = f"{parent.row}, {self.row}"
@@ -129,7 +132,7 @@ def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], objec
             base = with_trunk({"kind": name, **starred_as(section, suffix)}, sections, kinds)
             sweep = config.build(SweepConfig, base.pop("sweep", None) or {}, where)
             varies = bool(sweep.each or sweep.grid or sweep.seeds)
-            require(varies or parent is not None, f"{where}: nothing varies\n  add each, grid or seeds")
+            require(varies or parent is not None, f"{where} varies nothing\n  add each, grid or seeds")
             if parent is not None:
                 has_seeds = parent.seed is not None and bool(sweep.seeds)
                 require(
@@ -202,7 +205,7 @@ def with_trunk(section: Any, above: Sections, kinds: Kinds) -> Any:
 
 
 def first_section(base: Section, sweep: SweepConfig, where: str) -> Section:
-    """Return a section with the fields of the sweep's first name and the grid's first values."""
+    """Return a section with the fields of the first name in `each` and the first values in the grid."""
     fields = dict(next(iter(sweep.each.values()), None) or {})
     fields.pop("held_out", None)
     values: Section = next(iter(grid_of(fields.pop("grid", sweep.grid), where).values()), {})
@@ -309,7 +312,7 @@ def stages_of(
 
 
 def seeded(stem: str, section: Section, seeds: list[int], row: str, values: Section | None = None) -> dict[str, Run]:
-    """Return the runs in a row by name: one run per seed, or a single run if there are no seeds."""
+    """Return the runs of one table row by name: one run per seed, or a single run without seeds."""
     if not seeds:
         return {stem: Run(section, row, None, values or {})}
     runs = {}

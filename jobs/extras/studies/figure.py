@@ -275,7 +275,7 @@ def check_fit(stage: Stage, available: Available) -> None:
         counts = ", ".join(f"{len(set(column))} of {axis}" for axis, column in zip(cfg.fit, values, strict=False))
         raise ConfigError(
             f"{stage.name}.fit: the runs of {', '.join(cfg.tables.values())} cannot determine a law: {error}\n"
-            f"  they have these numbers of different values: {counts or 'none'}\n"
+            f"  numbers of distinct values: {counts or 'none'}\n"
             "  add runs of other sizes or lengths to the sweep, or remove fit"
         ) from None
 

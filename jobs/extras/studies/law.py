@@ -152,7 +152,7 @@ def check_branch(stage: Stage, available: Available) -> None:
 def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
     """Link the trunk's commit at step `begin` as the branch's first commit, from which the branch then resumes.
 
-    Raises DataError if the trunk has no such commit; also CheckpointError.
+    Raises DataError if the trunk has no such commit, and CheckpointError.
     """
     trunk = Path(context.campaign.path_of(cfg.init or ""))
     commits = checkpoints_in(trunk / "checkpoints")

@@ -158,7 +158,7 @@ class Table(StageKind):
     checks_budget = True
 
     def expand(self, sections: Sections, kinds: Kinds) -> Sections:
-        """Return a recipe's sections; replace each section with a `sweep` with its runs and tables."""
+        """Return a recipe's sections; each section that contains a `sweep` becomes its runs and tables."""
         return expand.expand(sections, kinds, lambda name, section: read_section(name, section, kinds))
 
     def make_absolute(
@@ -414,7 +414,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
 
 
 def means_by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, Mean]:
-    """Return the mean and (for two or more runs) the standard deviation of every metric that all runs have."""
+    """Return the mean and, for two or more runs, the standard deviation of every metric reported by all runs."""
     means: dict[str, Mean] = {}
     for metric in runs[0]:
         values = [run[metric] for run in runs if metric in run]
@@ -517,7 +517,7 @@ def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
 def check_held_out(table: Stage, run: Stage, available: Available) -> None:
     """Raise DataError if a grid run is evaluated on its training samples or on samples of the final evaluation.
 
-    The choice would be biased. Data sets that do not exist yet are checked before the run starts.
+    The chosen values would be biased. Data sets that do not exist yet are checked before the run starts.
     """
     campaign = available.campaign
     if not table.config.chooses:

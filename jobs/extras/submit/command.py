@@ -20,7 +20,7 @@ Variables = Annotated[
 
 Wait = Annotated[
     bool,
-    typer.Option("--wait", help="Follow the job's output, also of a job already running; exit with its exit code."),
+    typer.Option("--wait", help="Follow the job's output, even if it is already running, and exit with its exit code."),
 ]
 
 SUBMIT_PERIODS = 1.5  # lease renewal periods to watch a lease before submitting; the job itself watches longer

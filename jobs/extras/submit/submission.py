@@ -1,7 +1,7 @@
 """Run campaigns as Ray jobs: submit and list jobs, follow their logs, and stop them.
 
 Steps of a submission:
-1. Refuse secrets in the environment, a checkout with too many bytes or with links to files outside, and a run whose
+1. Refuse secrets in the environment, an oversized checkout or one with links to files outside it, and a run whose
    last job has not ended.
 2. Ship the checkout, without secrets and ignored files (jobs/cluster/shipping.py), and start `command` in it on the
    head node.
@@ -188,7 +188,7 @@ def alive_job(run: str) -> RayJob | None:
 
 
 def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
-    """Write a run's latest job's output until the job ends, by default to stdout; return the job.
+    """Write the output of a run's latest job, by default to stdout, until the job ends; return the job.
 
     Raises ClusterError if the cluster's head has not responded for HEAD_PATIENCE_S, or has lost its table of jobs.
     """
@@ -273,7 +273,7 @@ def _tail(client: "JobSubmissionClient", job_id: str, skip: int = 0) -> "queue.Q
 
 
 def _within(seconds: float, work: Callable[[], Value]) -> Value:
-    """Return the result of `work`, or raise TimeoutError after some seconds; the thread of `work` keeps running."""
+    """Return the result of `work`, or raise TimeoutError after `seconds`; its thread then keeps running."""
     future: Future[Value] = Future()
 
     def run() -> None:
