@@ -40,7 +40,7 @@ class ClusterConfig:
     max_restarts: int = 3  # maximum number of failed attempts in a row without a new checkpoint
     backoff_s: float = 10.0  # wait before the first restart; doubles with each restart
     start_timeout_s: float = 300.0  # maximum time for the workers to start
-    wait_s: float | None = None  # maximum time to wait for places in the cluster; None: no limit
+    wait_s: float | None = None  # maximum time to wait for slots in the cluster; None: no limit
     patience_s: float = 60.0  # if `workers` is a range: time to wait for more workers than there is room for
     environment: dict[str, str] = field(default_factory=dict)  # variables for every worker, by name; no secrets
     scratch: str = ""  # local folder on each node for runs at s3://…; empty: in PATCHLINE_CACHE or the user's cache

@@ -6,7 +6,7 @@ On a Ray cluster, the agent is an actor; without Ray, it is an object in the dri
 2. `start` forks this node's workers for an attempt.
 3. `poll` returns after `wait_s`, or at once if a worker has started, ended or received SIGTERM. The report is small:
 
-       NodeReport(workers=[WorkerState(rank=3, pid=4711, place=PhaseReport(812, "reduce", 1200, ""), …), …])
+       NodeReport(workers=[WorkerState(rank=3, pid=4711, phase=PhaseReport(812, "reduce", 1200, ""), …), …])
 
    The agent determines what can be observed only on the worker's node: the worker's exit code or signal, and whether
    it is suspended by a signal or was killed by the kernel's out-of-memory killer. A suspended fork server is killed and
@@ -80,7 +80,7 @@ class WorkerState:
     rank: int
     pid: int = 0  # 0 before the fork
     record: WorkerRecord | None = None  # written by the worker when it starts and ends
-    place: PhaseReport | None = None
+    phase: PhaseReport | None = None
     is_stopped: bool = False  # suspended by a signal such as SIGSTOP
     death: str = ""  # cause of death, if the worker ended without writing a record
 
@@ -230,7 +230,7 @@ class Agent:
             self._read_records()
             sigterm_ranks = []
             for worker in self.workers.values():
-                worker.place = read_phase(self.node_folder, worker.rank)
+                worker.phase = read_phase(self.node_folder, worker.rank)
                 worker.is_stopped = False
                 with suppress(psutil.Error):
                     worker.is_stopped = worker.pid != 0 and psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED

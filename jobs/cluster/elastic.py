@@ -3,9 +3,9 @@
 1. A thread checks every few seconds how many workers the cluster has room for. It is a separate thread because an
    unreachable head delays the reply.
 2. A scale-up is possible only after new nodes have stayed in the cluster for `patience_s`.
-3. At the first commit after that, the workers are told to stop, so no step is lost. The next attempt uses all places
+3. At the first commit after that, the workers are told to stop, so no step is lost. The next attempt uses all slots
    free by then.
-4. If the next attempt does not get these places, because another campaign took them or the nodes have left, the run
+4. If the next attempt does not get these slots, because another campaign took them or the nodes have left, the run
    does not try to scale up again for ten minutes. The same applies if the larger attempt ends without a commit, because
    a new node may be broken: the run then falls back to the previous number of workers, on the previous nodes.
 
@@ -51,7 +51,7 @@ class Sizes:
         return [world for world in self.worlds if self.limit is None or world <= self.limit]
 
     def record_start(self, world: int) -> None:
-        """Record that an attempt has places for `world` workers; postpone scaling up if the target was higher."""
+        """Record that an attempt has slots for `world` workers; postpone scaling up if the target was higher."""
         if world < self.target:
             self.postpone_growth()
         self.target = 0

@@ -52,14 +52,14 @@ class WorkerGroupError(Exception):
         self.traceback = traceback
         self.exit_code = exit_code
         self.kind = kind
-        self.place = ""  # the worker's last known phase: "backward of step 12"
+        self.phase = ""  # the worker's last known phase: "backward of step 12"
 
     def __str__(self) -> str:
         worker = "the worker group"
         if self.rank is not None:
             worker = f"worker {self.rank} on {self.node}"
-        if self.place:
-            worker += f", in {self.place}"
+        if self.phase:
+            worker += f", in {self.phase}"
         return f"{worker}: {self.cause}"
 
 

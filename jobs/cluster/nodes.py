@@ -45,7 +45,7 @@ class ThisMachine:
         self.agent.warm_up()
 
     def reserve(self, run: str, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> int:
-        """Reserve places for as many workers as possible; return the number, which is one of `worlds`.
+        """Reserve slots for as many workers as possible; return the number, which is one of `worlds`.
 
         `worlds` lists the allowed numbers, largest first. `run` is the name under which other users see the
         reservation. During the wait, `on_tick` is called several times a second; it may end the wait by raising an
@@ -66,7 +66,7 @@ class ThisMachine:
         )
 
     def agents(self, world: int) -> list[NodeAgent]:
-        """Return the agents of the nodes with reserved places, in the order of the ranks; start the missing agents."""
+        """Return the agents of the nodes with reserved slots, in the order of the ranks; start the missing agents."""
         return [NodeAgent(os.uname().nodename, "", LOOPBACK, world, self.call)]
 
     def call(self, method: str, *arguments: object) -> "Future[Any]":
@@ -85,7 +85,7 @@ class ThisMachine:
 
     def room(self) -> int:
         """Return how many workers currently fit into the cluster, including running ones. Thread-safe."""
-        return 0  # this machine never gets more places
+        return 0  # this machine never gets more slots
 
     def status(self) -> tuple[Set[str], Set[str]]:
         """Return the ids of draining nodes, and of other nodes with room for a worker. Thread-safe."""

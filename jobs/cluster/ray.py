@@ -5,7 +5,7 @@ Steps of `connect`:
 2. If not connected, join the cluster at RAY_ADDRESS. If RAY_ADDRESS is not set, join an embedded cluster (embedded.py),
    and start it unless it was started early.
 
-`connect` does not wait for free places; ray_places.py does this when a stage needs workers.
+`connect` does not wait for free slots; ray_places.py does this when a stage needs workers.
 
 >>> connect(ClusterConfig(workers=2))
 ClusterInfo(address="127.0.0.1:6379", dashboard="http://127.0.0.1:8265", nodes=1, cpus=2.0, gpus=0.0, embedded=True)
@@ -37,7 +37,7 @@ from jobs.terminal import echo
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = "patchline"
-WAITING = "waiting for the cluster: "  # prefix of the driver's line about missing places, recognised by `jobs list`
+WAITING = "waiting for the cluster: "  # prefix of the driver's line about missing slots, recognised by `jobs list`
 CONNECT_TIMEOUT_S = 5.0
 HEAD_WAIT_S = 60.0  # at boot, a systemd unit waits for its head this long, then exits with 69 and is restarted
 HEAD_POLL_S = 0.2

@@ -1,10 +1,10 @@
-"""A campaign's nodes in a Ray cluster: its places, its agents, and draining nodes.
+"""A campaign's nodes in a Ray cluster: its slots, its agents, and draining nodes.
 
     nodes = ray_nodes_of(cluster, is_embedded=False)
     world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # ray_places.py
     agents = nodes.agents(world)                                     # an actor on each node with workers: ray_agent.py
 
-An agent is bound to a node and not to places, so it stays warm between attempts and stages even if the places change.
+An agent is bound to a node and not to slots, so it stays warm between attempts and stages even if the slots change.
 In Ray's accounting, it uses no CPU.
 """
 
@@ -33,7 +33,7 @@ IDENTITY_S = 60.0  # maximum wait for all nodes to return their identity: Ray st
 
 
 class RayNodes(RayPlaces):
-    """The places and agents of this process in its Ray cluster; `ThisMachine` documents the methods."""
+    """The slots and agents of this process in its Ray cluster; `ThisMachine` documents the methods."""
 
     def __init__(self, cluster: ClusterConfig, *, is_embedded: bool) -> None:
         super().__init__(cluster, is_embedded=is_embedded)
@@ -65,17 +65,17 @@ class RayNodes(RayPlaces):
                 room += rooms[node_id]
 
     def agents(self, world: int) -> list[NodeAgent]:
-        """Return the agents of the nodes with reserved places, in the order of the ranks; start the missing agents."""
+        """Return the agents of the nodes with reserved slots, in the order of the ranks; start the missing agents."""
         assert self.reservation is not None
         group = self.reservation.group
-        places = self.places(world)
+        slots = self.slots(world)
         if group.id.hex() != self.group_id:
             self.group_id = group.id.hex()
             self.gpu_ids = {}
         rows = {node["NodeID"]: node for node in ray.nodes()}
         gpus = self.cluster.gpus_per_worker
         # Unused agents only take up memory. Keep a few for the next attempt, but none on an avoided node.
-        self.used = places.keys()
+        self.used = slots.keys()
         avoided = self.avoided_now()
         kept = 0
         for node_id in self.actors.keys() - self.used:
@@ -85,7 +85,7 @@ class RayNodes(RayPlaces):
             else:
                 self.end_agent(node_id)
         agents = []
-        for node_id, bundles in places.items():
+        for node_id, bundles in slots.items():
             # Ray has no table of the GPUs in a bundle, so run a task in each bundle to get them. They do not change as
             # long as the bundle exists.
             if gpus and node_id not in self.gpu_ids:
@@ -167,7 +167,7 @@ class RayNodes(RayPlaces):
             if node is None:
                 loss = "its node left the cluster"
             if loss:
-                # Release the places, so that the next attempt requests new ones on other nodes.
+                # Release the slots, so that the next attempt requests new ones on other nodes.
                 self.avoid([agent.node_id])
                 self.release()
             elif isinstance(error, OutOfMemoryError):
@@ -246,12 +246,12 @@ _joined: dict[tuple[str, str], RayNodes] = {}  # (id of this node, id of this Ra
 
 
 def ray_nodes_of(cluster: ClusterConfig, *, is_embedded: bool) -> RayNodes:
-    """Return this process's places and agents in the joined cluster."""
+    """Return this process's slots and agents in the joined cluster."""
     # Each cluster counts its job ids from 1, so the node id, which is unique, is needed too.
     context = ray.get_runtime_context()
     connection = (str(context.get_node_id()), str(context.get_job_id()))
     if connection not in _joined:
-        # Places and agents of an earlier connection are gone. Keep avoided and excluded nodes, because this may be the
+        # Slots and agents of an earlier connection are gone. Keep avoided and excluded nodes, because this may be the
         # same cluster, joined again.
         nodes = RayNodes(cluster, is_embedded=is_embedded)
         for before in _joined.values():

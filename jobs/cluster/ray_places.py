@@ -1,11 +1,11 @@
-"""Reserve places for a campaign's workers in a Ray cluster. A place consists of the CPUs and GPUs for one worker.
+"""Reserve slots for a campaign's workers in a Ray cluster. A slot consists of the CPUs and GPUs for one worker.
 
-1. `reserve` requests a placement group from Ray. Each bundle contains the places of one or more workers on a single
+1. `reserve` requests a placement group from Ray. Each bundle contains the slots of one or more workers on a single
    node. Ray's scheduler queues the request with all other requests, and an autoscaler sees what is needed.
 2. Until there is enough room, a message reports how many workers fit and which campaigns hold the rest.
-3. Places stay reserved when an attempt fails, so that no other campaign takes them before the next attempt. New places
+3. Slots stay reserved when an attempt fails, so that no other campaign takes them before the next attempt. New slots
    are requested if one of the nodes is about to leave or does not respond.
-4. Ray releases all places when this process leaves the cluster.
+4. Ray releases all slots when this process leaves the cluster.
 
 If `cluster.workers` is a range, its maximum is requested first, so that an autoscaler sees it. After `patience_s`, the
 largest number of workers that fits is requested instead. Between attempts, if more workers fit, the reservation is
@@ -34,7 +34,7 @@ from jobs.cluster.ray import WAITING
 from jobs.cluster_config import ClusterConfig
 
 POLL_S = 0.1
-FIRST_LINE_S = 3.0  # wait before the first message: places of the previous worker group take a moment to become free
+FIRST_LINE_S = 3.0  # wait before the first message: slots of the previous worker group take a moment to become free
 NEXT_LINE_S = 10.0  # minimum interval between different messages
 SAME_LINE_S = 60.0  # interval at which the same message is repeated
 NEXT_REQUEST_S = 5.0  # time for Ray to place a request, before a different number of workers is requested
@@ -57,7 +57,7 @@ class Reservation:
 
     @property
     def workers(self) -> int:
-        """Return the number of workers with reserved places."""
+        """Return the number of workers with reserved slots."""
         return sum(self.sizes)
 
 
@@ -102,7 +102,7 @@ def largest_within(worlds: Sequence[int], room: int) -> int:
 
 
 class RayPlaces:
-    """The places that this process has reserved or requested in its Ray cluster."""
+    """The slots that this process has reserved or requested in its Ray cluster."""
 
     def __init__(self, cluster: ClusterConfig, *, is_embedded: bool) -> None:
         self.cluster = cluster
@@ -111,7 +111,7 @@ class RayPlaces:
         self.excluded: set[str] = set()  # ids of nodes that must not be used again
         self.reservation: Reservation | None = None
         self.last_sizes: Sequence[int] = ()  # bundle sizes of the last request
-        self.borrowed: list[Reservation] = []  # free places in temporary use, released as soon as others need them
+        self.borrowed: list[Reservation] = []  # free slots in temporary use, released as soon as others need them
         self.run = ""
 
     @property
@@ -123,19 +123,19 @@ class RayPlaces:
         return share
 
     def reserve(self, run: str, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> int:
-        """Wait until places are reserved, and return the number of workers with a place.
+        """Wait until slots are reserved, and return the number of workers with a slot.
 
-        Returns at once if this process already has suitable places, none of their nodes is leaving, and no larger
+        Returns at once if this process already has suitable slots, none of their nodes is leaving, and no larger
         number of workers fits. `on_tick` is called several times a second and may end the wait by raising an exception.
         Raises ClusterError after `wait_s`, or at once if an embedded cluster is too small.
         """
         self.run = run
         if self.is_embedded:
-            # An embedded cluster never gets more nodes, so do not wait for more places.
+            # An embedded cluster never gets more nodes, so do not wait for more slots.
             room = self.refuse_too_few(worlds[-1])
             worlds = [world for world in worlds if world <= room]
 
-        # Keep held places if none of their nodes is leaving. If a node is lost, Ray places the group again; a REMOVED
+        # Keep held slots if none of their nodes is leaving. If a node is lost, Ray places the group again; a REMOVED
         # group was deleted by somebody else.
         held = self.reservation
         if held is not None and held.share == self.share and held.workers in worlds:
@@ -156,7 +156,7 @@ class RayPlaces:
                         self.avoid([node["NodeID"]])
             self._request(worlds[0], worlds[-1])
         elif len(worlds) > 1:
-            # If more workers fit, exchange the places for more.
+            # If more workers fit, exchange the slots for more.
             more = largest_within(worlds, self.room())
             if more > held.workers:
                 self._request(more, worlds[-1])
@@ -198,17 +198,17 @@ class RayPlaces:
 
     @property
     def workers_held(self) -> int:
-        """Return the number of workers for which this process has reserved places."""
+        """Return the number of workers for which this process has reserved slots."""
         return self.reservation.workers if self.reservation else 0
 
     def nodes_held(self, world: int) -> set[str]:
-        """Return the ids of the nodes with the first `world` places."""
+        """Return the ids of the nodes with the first `world` slots."""
         if self.reservation is None:
             return set()
-        return set(self.places(world))
+        return set(self.slots(world))
 
-    def places(self, world: int) -> dict[str, dict[int, int]]:
-        """Return the places of the first `world` workers: node id → bundle → number of workers."""
+    def slots(self, world: int) -> dict[str, dict[int, int]]:
+        """Return the slots of the first `world` workers: node id → bundle → number of workers."""
         assert self.reservation is not None and self.reservation.workers >= world
         nodes: dict[str, dict[int, int]] = {}  # ordered by each node's first bundle
         remaining = world
@@ -220,15 +220,15 @@ class RayPlaces:
         return nodes
 
     def release(self) -> None:
-        """Release the workers' places, if any."""
+        """Release the workers' slots, if any."""
         reservation = self.reservation
         self.reservation = None
         if reservation is not None:
             remove_placement_group(reservation.group)
 
     def room(self) -> int:
-        """Return how many workers currently fit into the cluster, including those with a place. Thread-safe."""
-        # Campaigns that wait for places take precedence over a scale-up.
+        """Return how many workers currently fit into the cluster, including those with a slot. Thread-safe."""
+        # Campaigns that wait for slots take precedence over a scale-up.
         if self.has_pending_requests():
             return self.workers_held
         return room_for(self.share, self._open_to_us(self.state(), self.avoided_now()))
@@ -252,7 +252,7 @@ class RayPlaces:
         return False
 
     def _request(self, workers: int, least: int) -> None:
-        """Request places for `workers` workers from Ray, and cancel the previous request."""
+        """Request slots for `workers` workers from Ray, and cancel the previous request."""
         share = self.share
         state = self.state()
         avoided = self._avoided_for(least, state)
@@ -301,7 +301,7 @@ class RayPlaces:
             if now > deadline:
                 raise ClusterError(
                     f"{self._missing(worlds[-1])}\n"
-                    f"  the places did not become free within {timeout_s:.0f} s (cluster.wait_s)\n  {TOO_FEW}"
+                    f"  the slots did not become free within {timeout_s:.0f} s (cluster.wait_s)\n  {TOO_FEW}"
                 )
             # Log after a few seconds, after each change, and once in a while, because a silent wait looks like a hang.
             if now > next_line:

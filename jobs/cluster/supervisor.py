@@ -4,7 +4,7 @@
     → {"step": 40, "samples_seen": 640, …}: the value of `train(task)` in rank 0 of the attempt that succeeded
 
 Steps of an attempt (`supervise`):
-0. Reserve a place for every worker: wait until the cluster has room or a stop is requested. If the stage allows several
+0. Reserve a slot for every worker: wait until the cluster has room or a stop is requested. If the stage allows several
    numbers of workers, choose one.
 1. Claim the next attempt number of the run. From then on, no older attempt can commit a checkpoint.
 2. Get the task from the stage: the document sent to all workers.
@@ -95,7 +95,7 @@ def supervise(
     storage = context.campaign.storage
     history = History(Sizes(worlds))
     while True:
-        # 0. Reserve before the claim, so that an attempt without places leaves no trace.
+        # 0. Reserve before the claim, so that an attempt without slots leaves no trace.
         sizes = history.sizes
         world = nodes.reserve(storage.address(), sizes.open_worlds(), context.log, partial(end_if_requested, context))
         sizes.record_start(world)
@@ -128,7 +128,7 @@ def supervise(
             context.poll(number, 0)
             # 7. Record before reading the store, which may be unreachable and raise another error.
             if isinstance(error, WorkerGroupError) and error.exit_code != ExitCode.PREEMPTED:
-                write_incident(context, number, error, group.places())
+                write_incident(context, number, error, group.phases())
             # If a stop is requested and a worker has requested an exit code, the error is raised below in any case. Do
             # not check for progress then, because reading an unreachable store takes a minute.
             is_end_of_stage = context.stop_requested() and error.exit_code is not None
@@ -182,12 +182,12 @@ class Attempt:
         context = self.context
         group = self.group
         # Poll first: if the driver was suspended, another command may own the run, and its files must not be changed.
-        step = min((place.step for place in group.places().values()), default=0)
+        step = min((phase.step for phase in group.phases().values()), default=0)
         context.poll(self.number, step)
         # The agents read files that the workers write, so a suspended worker cannot block this. After all workers have
         # ended, they enter no new phases: the remaining time is cleanup and not a stall.
         if not group.have_all_ended():
-            stuck = self.watch.find_stall(group.places(), group.is_frozen)
+            stuck = self.watch.find_stall(group.phases(), group.is_frozen)
             # If an agent stays silent, the worker group ends the attempt soon, and names the agent.
             if stuck is not None and not group.has_silent_agent():
                 raise group.evidence().silent_failure(stuck.rank, stuck.cause)
@@ -230,12 +230,12 @@ def restart_point(context: Context) -> str:
 
 
 def write_incident(
-    context: Context, attempt: int, failure: WorkerGroupError, places: Mapping[int, PhaseReport]
+    context: Context, attempt: int, failure: WorkerGroupError, phases: Mapping[int, PhaseReport]
 ) -> None:
-    """Append a failure to incidents.txt: time, attempt, worker, the worker's phase (from `places`), and cause."""
+    """Append a failure to incidents.txt: time, attempt, worker, the worker's phase (from `phases`), and cause."""
     # Store phase and advice in the failure, because the log and the stage's error show them too.
-    if failure.rank is not None and failure.rank in places:
-        failure.place = str(places[failure.rank])
+    if failure.rank is not None and failure.rank in phases:
+        failure.phase = str(phases[failure.rank])
     if any(word in failure.cause for word in OUT_OF_MEMORY):
         failure.cause += LESS_MEMORY
 

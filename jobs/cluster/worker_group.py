@@ -124,9 +124,9 @@ class WorkerGroup:
 
     # -------------------------------------------------------------------- for `on_tick`
 
-    def places(self) -> dict[int, PhaseReport]:
+    def phases(self) -> dict[int, PhaseReport]:
         """Return the last known phase of every worker."""
-        return {rank: state.place for rank, state in self.states.items() if state.place is not None}
+        return {rank: state.phase for rank, state in self.states.items() if state.phase is not None}
 
     def have_all_ended(self) -> bool:
         """Return whether every worker has ended, successfully or not."""

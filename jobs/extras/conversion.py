@@ -201,7 +201,7 @@ def export(
     # 4. Report differences between the configs, and between the outputs for one random image.
     for change in differences(models.to_dict(config), models.to_dict(exported.config)):
         echo(f"becomes  {change}")
-    # Pixel values from −1 to 1, as in normalized images.
+    # Pixel values from −1 to 1, as in normalised images.
     import torch
 
     generator = torch.Generator().manual_seed(0)

@@ -28,7 +28,7 @@ from pipeline.monitoring.telemetry import TAIL_BYTES, Record, records_in, withou
 INCIDENT = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )", re.MULTILINE)
 CLOCK_LENGTH = len("2026-11-22 08:00:00")
 
-# "waiting": no attempt is running; the stage is waiting for places in the cluster or for its next attempt.
+# "waiting": no attempt is running; the stage is waiting for slots in the cluster or for its next attempt.
 StageState: TypeAlias = Literal["waiting", "working", "ended"]
 
 # ------------------------------------------------------------------------ the run

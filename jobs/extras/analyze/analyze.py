@@ -104,7 +104,7 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> None:
         name, reason = next(iter(bad.items()))
         echo(f"skipped {len(bad)} unreadable images; the first is {name}: {reason}")
     size = f"{config.image_size[0]}×{config.image_size[1]}"
-    echo(f"analyzed {len(images)} images of {size} px across {config.depth} layers")
+    echo(f"analysed {len(images)} images of {size} px across {config.depth} layers")
     echo(f"mean attention distance {reach[0]:.1f} px in the first layer, {reach[-1]:.1f} px in the last")
     echo(f"written  {folder}/attention.png  inside.png  analysis.json")
 

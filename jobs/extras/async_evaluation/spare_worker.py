@@ -370,7 +370,7 @@ class SpareWorker:
             raise Ended
         if self.place.is_needed_elsewhere():
             raise NoPlace("another job needs the resources")
-        stuck = watch.find_stall(group.places(), group.is_frozen)
+        stuck = watch.find_stall(group.phases(), group.is_frozen)
         if stuck is not None:
             raise group.evidence().silent_failure(stuck.rank, stuck.cause)
         if time.monotonic() > self.next_poll:

@@ -283,7 +283,7 @@ def clocks(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     if abs(worst_s) - uncertainty_s > SKEW_S:
         side = "ahead of" if worst_s > 0 else "behind"
         text = f"the clock of {furthest} is {milliseconds(abs(worst_s))} {side} the driver's, {give_or_take}"
-        remedy = "synchronize the clocks with NTP, so that times in the records of different nodes are comparable"
+        remedy = "synchronise the clocks with NTP, so that times in the records of different nodes are comparable"
         yield CheckVerdict("WARN", text, remedy)
     else:
         yield CheckVerdict("OK", f"within {milliseconds(abs(worst_s))} of the driver's, {give_or_take}")

@@ -24,7 +24,7 @@ import models
 from data.checks import few
 from data.files import memory_text
 from data.index.names import Names, preview
-from jobs.extras.planning.plan_training import PlannedTraining, bill, span
+from jobs.extras.planning.plan_training import PlannedTraining, format_cost, format_duration_range
 from jobs.extras.recipe_text import describe_value
 from jobs.extras.studies import table
 from jobs.extras.studies.law import compute_of
@@ -199,14 +199,14 @@ class Plan:
         # 3. Time and cost, as a range if any stage is estimated.
         if not timed:
             return fits, f"unknown: {stages[0].no_time}", "unknown, because the time is unknown"
-        time = f"{span(least_s, most_s)} for {counted(len(timed), 'training stage')}"
+        time = f"{format_duration_range(least_s, most_s)} for {counted(len(timed), 'training stage')}"
         if least_s < most_s:
             time = f"ESTIMATE, not measured: {time}, without saves and failures"
         elif self.assumed.mtbf_hours is not None:
             time += f" with {failures:.1f} failures"
         if untimed:
             time += f"; UNKNOWN for {few(untimed)}"
-        return fits, time, bill(least_hours, most_hours, self.assumed.price)
+        return fits, time, format_cost(least_hours, most_hours, self.assumed.price)
 
 
 def known_names(stage: Stage, available: Available) -> tuple[Names, list[str]]:

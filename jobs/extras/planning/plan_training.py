@@ -40,7 +40,7 @@ from pipeline.values import amount, counted, duration, milliseconds
 MIN_GAIN = 0.01  # another save_every is suggested if it saves at least this fraction of a stage's time
 
 
-def span(least_s: float, most_s: float) -> str:
+def format_duration_range(least_s: float, most_s: float) -> str:
     """Format a duration or a range of durations: "4d03h", "3d01h to 6d02h"."""
     if math.isinf(most_s):
         return "NEVER finishes, because failures lose more work than is done between them"
@@ -49,7 +49,7 @@ def span(least_s: float, most_s: float) -> str:
     return f"{duration(least_s)} to {duration(most_s)}"
 
 
-def bill(least_hours: float, most_hours: float, price: float | None) -> str:
+def format_cost(least_hours: float, most_hours: float, price: float | None) -> str:
     """Format a number or range of worker-hours and its price."""
     hours = f"{least_hours:,.1f}"
     money = f"{least_hours * (price or 0):,.2f}"
@@ -243,9 +243,9 @@ class PlannedTraining(TrainedFacts):
         if evaluations_s:
             text += f" and evaluations ({duration(evaluations_s)}, at a third of a training step's time per image)"
         if mtbf_s is not None:
-            text += f"; with {self.failures:.1f} failures {span(seconds, seconds)}"
+            text += f"; with {self.failures:.1f} failures {format_duration_range(seconds, seconds)}"
         hours = seconds * self.world / HOUR_S
-        self.add("finish", f"{text}; {bill(hours, hours, self.assumed.price)}")
+        self.add("finish", f"{text}; {format_cost(hours, hours, self.assumed.price)}")
         if mtbf_s is None:
             return
         best_s = best_save_seconds(trial, mtbf_s)
@@ -265,7 +265,7 @@ class PlannedTraining(TrainedFacts):
         )
 
     def add_estimate(self, gpu: Gpu) -> None:
-        """Add the time of all steps, estimated from their FLOPs and a range of GPU utilization."""
+        """Add the time of all steps, estimated from their FLOPs and a range of GPU utilisation."""
         trained_images = len(self.taken) * self.cfg.batch_size
         low, high = estimated_rates(self.flops / trained_images, gpu, self.world)
         images = trained_images + self.evaluated_images() / 3
@@ -276,8 +276,9 @@ class PlannedTraining(TrainedFacts):
             f"ESTIMATE, not measured: {amount(low)} to {amount(high)} images/s, 20 to 40 % of the peak performance of "
             f"{self.world} {gpu.name}; to measure it, run {TRY}",
         )
-        text = f"{span(self.least_s, self.most_s)} for {len(self.taken):,} steps, without saves and failures"
-        money = bill(self.least_s * self.world / HOUR_S, self.most_s * self.world / HOUR_S, self.assumed.price)
+        seconds = format_duration_range(self.least_s, self.most_s)
+        text = f"{seconds} for {len(self.taken):,} steps, without saves and failures"
+        money = format_cost(self.least_s * self.world / HOUR_S, self.most_s * self.world / HOUR_S, self.assumed.price)
         self.add("finish", f"{text}; {money}")
 
     def evaluated_images(self) -> int:

@@ -232,13 +232,13 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
     for step in range(finding.start + 1, finding.last + 1):
         if step not in before.step_records or step not in after.step_records:
             continue
-        theirs = before.step_records[step]
-        ours = after.step_records[step]
+        original = before.step_records[step]
+        repetition = after.step_records[step]
         finding.steps += 1
-        finding.traced += bool(theirs.trace and ours.trace)
-        gap = max(relative(theirs.loss, ours.loss), relative(theirs.grad_norm, ours.grad_norm))
+        finding.traced += bool(original.trace and repetition.trace)
+        gap = max(relative(original.loss, repetition.loss), relative(original.grad_norm, repetition.grad_norm))
         has_other_result |= gap > 0
-        what, worker = first_difference(theirs, ours)
+        what, worker = first_difference(original, repetition)
         if what and not finding.what:
             finding.step = step
             finding.what = what
@@ -290,21 +290,21 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
         finding.worker = finding.differing[0].worker
 
 
-def first_difference(theirs: RecordedStep, ours: RecordedStep) -> tuple[str, int | None]:
+def first_difference(original: RecordedStep, repeated: RecordedStep) -> tuple[str, int | None]:
     """Return the first differing quantity of a step ("" if all agree), and the differing worker, if known."""
     pairs: list[tuple[str, Sequence[float], Sequence[float]]]
-    pairs = [("loss", [theirs.loss], [ours.loss]), ("gradient", [theirs.grad_norm], [ours.grad_norm])]
-    if theirs.trace and ours.trace:
-        losses, gradients, states = zip(theirs.trace, ours.trace, strict=True)
+    pairs = [("loss", [original.loss], [repeated.loss]), ("gradient", [original.grad_norm], [repeated.grad_norm])]
+    if original.trace and repeated.trace:
+        losses, gradients, states = zip(original.trace, repeated.trace, strict=True)
         pairs = [("loss", *losses), ("gradient", *gradients), *pairs]
-        if theirs.world == ours.world:  # with other world sizes, the workers hold different parts of the state
+        if original.world == repeated.world:  # with other world sizes, the workers hold different parts of the state
             pairs.insert(0, ("state", *states))
     for what, before, after in pairs:
         workers = set()
         for place, numbers in enumerate(zip(before, after, strict=True)):
             if relative(*numbers) > 0:
-                workers.add(place * theirs.world // len(before))
-        if len(workers) == 1 and len(before) >= theirs.world:
+                workers.add(place * original.world // len(before))
+        if len(workers) == 1 and len(before) >= original.world:
             return what, workers.pop()
         if workers:
             return what, None

@@ -108,10 +108,10 @@ def without(
         replays.log(line)
     weights = outcome["files"][artifacts.WEIGHTS]["sha256"]
     echo(f"weights {weights[:12]}, ledger {manifest.ledger[:12]}")
-    theirs = export(stage.commits[to], models.from_dict(stage.job["model"]))
+    original = export(stage.commits[to], models.from_dict(stage.job["model"]))
     are_equal = manifest.ledger == read_manifest(stage.commits[to]).ledger
     for name, tensor in models.load_weights(repeated.folder)[0].items():
-        are_equal = are_equal and torch.equal(tensor, theirs[name])
+        are_equal = are_equal and torch.equal(tensor, original[name])
     comparison = "weights or ledger differ from the run's"
     if are_equal:
         comparison = "weights and ledger are equal to the run's, bit for bit"

@@ -76,7 +76,7 @@ class RayJob:
 
     id: str
     run: str
-    # PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED; `list_jobs` also sets PENDING while the driver waits for places
+    # PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED; `list_jobs` also sets PENDING while the driver waits for slots
     status: str
     started_s: float  # seconds since 1970
     exit_code: int | None
@@ -169,7 +169,7 @@ def list_jobs() -> list[RayJob]:
                 lines = RAY_LINE.sub("", client.get_job_logs(job.id)).split("\n")
                 # The text after the last line break is an incomplete line.
                 if len(lines) > 1:
-                    # A running driver may still wait for places for its workers.
+                    # A running driver may still wait for slots for its workers.
                     is_waiting = lines[-2].startswith(WAITING)
                     job = replace(job, last_line=lines[-2], status="PENDING" if is_waiting else "RUNNING")
         jobs.append(job)

@@ -221,7 +221,7 @@ attempt.mkdir(parents=True)
 said = {}
 
 def look():
-    places = group.places()
+    places = group.phases()
     if act != "kill" and len(places) == 2 and min(place.step for place in places.values()) >= 3:
         group.request_stop()
         said.setdefault("stop", time.time())

@@ -195,7 +195,7 @@ def test_worker_is_not_split_between_nodes_and_an_autoscaler_sees_the_request(no
     with pytest.raises(ClusterError) as caught:
         reserve(ClusterConfig(cpus_per_worker=2, wait_s=2), "/runs/a", said.append, look)
     assert said == [f"waiting for the cluster: {missing}"]
-    assert str(caught.value).startswith(f"{missing}\n  the places did not become free within 2 s ")
+    assert str(caught.value).startswith(f"{missing}\n  the slots did not become free within 2 s ")
     seconds, request = seen[0]
     bundles = request.bundle_selectors[0].resource_requests
     assert seconds < 3
@@ -324,9 +324,9 @@ def test_workers_of_a_node_share_a_bundle_unless_only_smaller_ones_fit(nodes, mo
         group = reserve(four, "/runs/a")
         assert [bundle["CPU"] for bundle in placement_group_table(group)["bundles"].values()] == [3.0, 1.0]
         ours = nodes_in(four)
-        first, second = ours.places(4)
-        assert (first, ours.places(4)) == (large.node_id, {first: {0: 3}, second: {1: 1}})
-        assert ours.places(2) == {first: {0: 2}}
+        first, second = ours.slots(4)
+        assert (first, ours.slots(4)) == (large.node_id, {first: {0: 3}, second: {1: 1}})
+        assert ours.slots(2) == {first: {0: 2}}
         assert ours.nodes_held(3) == {first}
         # Another program uses two of the three CPUs.
         ours.release()
@@ -335,8 +335,8 @@ def test_workers_of_a_node_share_a_bundle_unless_only_smaller_ones_fit(nodes, mo
         assert other.wait(30)
         group = reserve(four, "/runs/a")
         assert [bundle["CPU"] for bundle in placement_group_table(group)["bundles"].values()] == [1.0] * 4
-        assert sum(map(len, ours.places(4).values())) == 4
-        assert len(ours.places(4)) == 4
+        assert sum(map(len, ours.slots(4).values())) == 4
+        assert len(ours.slots(4)) == 4
     finally:
         nodes_in(four).release()
         if other is not None:

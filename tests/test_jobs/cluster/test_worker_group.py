@@ -262,7 +262,7 @@ def test_worker_stopped_by_a_signal_is_detected_and_named(backend, two, tmp_path
     def look() -> None:
         if (tmp_path / "ready1").exists() and not group.is_frozen(1):
             os.kill(group.states[1].pid, signal.SIGSTOP)
-        stuck = watch.find_stall(group.places(), group.is_frozen)
+        stuck = watch.find_stall(group.phases(), group.is_frozen)
         if stuck is not None:
             raise group.evidence().silent_failure(stuck.rank, stuck.cause)
 
@@ -437,7 +437,7 @@ def test_wait_logs_its_reason_and_ends(two, full, monkeypatch) -> None:
     said: list[str] = []
     cluster = dataclasses.replace(two["ray"], wait_s=2)
     with pytest.raises(
-        ClusterError, match=r"^room for 0 of 2 workers with 1 CPUs each\n  the places did not become free within 2"
+        ClusterError, match=r"^room for 0 of 2 workers with 1 CPUs each\n  the slots did not become free within 2"
     ):
         nodes_of(cluster).reserve("/runs/a", [2], said.append, do_nothing)
     assert said == ["waiting for the cluster: room for 0 of 2 workers with 1 CPUs each"]
