@@ -101,7 +101,7 @@ class Stand:
         self.worlds.append(cluster.world)
         node = SimpleNamespace(node_id=f"id{cluster.world}")
         group = SimpleNamespace(drain_events={}, links=[SimpleNamespace(agent=node)], folder=folder, remarks=[])
-        group.places = lambda: {1: PhaseReport(7, "forward", 3, "")}
+        group.phases = lambda: {1: PhaseReport(7, "forward", 3, "")}
 
         def run(function: Any, task: Any, on_tick: Any) -> Any:
             on_tick.__self__.growth.target = ends.grows
@@ -296,7 +296,7 @@ def test_workers_are_asked_to_commit_before_a_move_growth_or_stop(
     group = SimpleNamespace(
         folder=tmp_path, drain_events={1: "event"} if drained else {}, have_all_ended=lambda: ended, is_frozen=None
     )
-    group.places = dict
+    group.phases = dict
     group.request_stop = lambda: stops_asked.append(True) or True
     growth = Growth((4,), 60.0, lambda: 4, lambda: 8)
     growth.is_due = lambda: grows and (setattr(growth, "target", 4) or True)  # type: ignore[method-assign]
@@ -321,7 +321,7 @@ def test_stuck_worker_ends_the_attempt(tmp_path) -> None:
     now = [0.0]
     places = {0: PhaseReport(9, "reduce", 3, ""), 1: PhaseReport(7, "data", 3, "a.tar")}
     judged = SimpleNamespace(silent_failure=lambda rank, cause: WorkerGroupError(rank, f"n{rank}", cause))
-    group = SimpleNamespace(folder=tmp_path, drain_events={}, have_all_ended=lambda: False, places=lambda: places)
+    group = SimpleNamespace(folder=tmp_path, drain_events={}, have_all_ended=lambda: False, phases=lambda: places)
     group.is_frozen = lambda rank: False
     silent = [True]
     group.has_silent_agent = lambda: silent[0]

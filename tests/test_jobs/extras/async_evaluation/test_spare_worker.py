@@ -226,7 +226,7 @@ class ScriptedGroup:
     def __init__(self, place: Scripted, cluster: ClusterConfig, folder: Path) -> None:
         self.place = place
 
-    def places(self) -> dict[int, Any]:
+    def phases(self) -> dict[int, Any]:
         return {}
 
     def is_frozen(self, rank: int) -> bool:
