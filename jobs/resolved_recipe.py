@@ -122,7 +122,7 @@ class StageKind:
         return ()
 
     def metrics(self, cfg: Any) -> Iterable[str]:
-        """Return the names of the stage's final metrics."""
+        """Return the names of the metrics that the finished stage reports."""
         return ()
 
     def repeat_evaluation(

@@ -340,7 +340,7 @@ def check_paths(cfg: SetConfig) -> None:
 
 
 def missing_paths(cfg: SetConfig) -> dict[str, str]:
-    """Return a message for each field that names a missing file or folder, by field."""
+    """Return error messages for missing files and folders, by the field that names them."""
     # A subset's path is an input of the stage, possibly "@stage/set", and is checked like other inputs.
     if cfg.source in ("digits", "subset"):
         return {}

@@ -100,7 +100,7 @@ class Activity:
         self.lock = threading.RLock()  # the timer calls `show_if_slow` in another thread
 
     def now(self, text: str) -> None:
-        """Set the current activity."""
+        """Set the activity to show if it takes longer than WAIT_S."""
         with self.lock:
             self.text = printable_lines(text)
             self.timer.cancel()

@@ -349,7 +349,7 @@ class RayPlaces:
         return world < worlds[0]
 
     def _open_to_us(self, state: ClusterState, avoided: Set[str]) -> dict[str, Counter[str]]:
-        """Return the resources available to this process on each node: free ones, and those that it holds."""
+        """Return the resources available to this process on each node: those that are free or reserved by it."""
         nodes: dict[str, Counter[str]] = {}
         for node, resources in state.staying.items():
             if node not in avoided:

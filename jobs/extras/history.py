@@ -48,7 +48,7 @@ REPORT_VALUES = itemgetter("step", "samples_seen", "lr", "images_per_s")
 
 
 class Incident(NamedTuple):
-    """A worker failure that ended an attempt."""
+    """A worker failure that ended an attempt, and its consequence."""
 
     time: str
     what: str

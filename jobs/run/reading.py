@@ -85,7 +85,7 @@ def read_command(run: Path, storage: Storage, log: Callable[[str], None], period
 
 
 def stage_folders(path: Path) -> tuple[Path, list[Path]]:
-    """Return the run directory, and its stage folders in the order of the stages' first start.
+    """Return the run directory, and its stage folders ordered by the stages' first start.
 
     If `path` is a stage's folder, the list has only that folder. The list is empty if there is no run.
     """

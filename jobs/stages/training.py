@@ -211,7 +211,7 @@ class Training(StageKind):
         return [SharedClasses(sets, with_head=cfg.init is not None, trained=trained), probe_sets]
 
     def metrics(self, cfg: TrainConfig) -> Iterator[str]:
-        """Yield the names of the stage's final metrics."""
+        """Yield the names of the metrics that the finished stage reports."""
         if cfg.data.evaluate is not None:
             yield "accuracy"
         yield from metrics_of_probe(cfg.probe)

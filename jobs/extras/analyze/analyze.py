@@ -58,7 +58,7 @@ class Features:
 
 
 def analyze(weights: str, paths: list[str], output: str, limit: int) -> None:
-    """Analyze weights on images; write figures and numbers, and print a summary.
+    """Analyse weights on images; write figures and numbers, and print a summary.
 
     Raises UsageError if the model is not a ViT, DataError if no image can be read.
     """

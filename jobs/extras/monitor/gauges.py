@@ -95,7 +95,7 @@ class Gauges(ThreadedWatcher):
         self.gauges: dict[str, Gauge] = {}
 
     def started(self, campaign: Campaign, lease: Lease, log: Log) -> None:
-        """Store the campaign and its lease; the command has not joined the cluster yet."""
+        """Store the campaign and its lease; no gauges are set, because the command has not joined the cluster yet."""
         self.campaign = campaign
         self.lease = lease
 

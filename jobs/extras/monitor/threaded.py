@@ -55,11 +55,11 @@ class ThreadedWatcher(Watcher):
     # -------------------------------------------------------------------- as a watcher
 
     def stage(self, context: Context) -> None:
-        """Show this stage from now on, if it has workers."""
+        """Switch to this stage; if it has workers, show its messages."""
         self.is_shown = context.stage.kind.needs_workers
 
     def status(self, message: StatusMessage) -> None:
-        """Store the message for the thread."""
+        """Store the message, which the thread will show."""
         if not self.is_shown:
             return
         if message.state == "ended":

@@ -194,7 +194,7 @@ class Trackers(Watcher):
             tracker.stage(context)
 
     def status(self, message: StatusMessage) -> None:
-        """Store the message for the trackers' threads."""
+        """Store the message, which the trackers' threads will send."""
         for tracker in self.trackers or ():
             tracker.status(message)
 

@@ -3,8 +3,8 @@
     a DINOv2 of timm, transformers or its repository    AdamW, 1e-5 at batch size 512, images of 224 pixels
     pretraining of this project or AugReg               SGD, 0.03 at batch size 512, the size of the weights
 
-Patchline has one learning rate for all layers. Settings published with a rate per layer are converted to one rate,
-and their row mentions this.
+Patchline has one learning rate for all layers. Settings published with a rate per layer are converted to one rate; the
+table rows mention this.
 """
 
 import math

@@ -54,7 +54,7 @@ def sees_whole_images(cfg: TrainConfig, model: ModelConfig) -> bool:
 
 
 def check_memory(stage: Stage, available: Available, fewest: int) -> Iterator[CheckResult]:
-    """Raise ConfigError, with suggestions, if a stage on `fewest` workers exceeds `cluster.gpu_memory_gb`.
+    """Raise ConfigError, with suggestions, if a stage needs more than `cluster.gpu_memory_gb` on `fewest` workers.
 
     If there is no limit, nothing is traced, because a trace takes several seconds. A failed trace is a warning.
     """

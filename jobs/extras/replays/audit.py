@@ -291,7 +291,7 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
 
 
 def first_difference(original: RecordedStep, repeated: RecordedStep) -> tuple[str, int | None]:
-    """Return the first differing quantity of a step ("" if all agree), and the differing worker, if known."""
+    """Return the first quantity that differs in a step ("" if all agree), and the differing worker, if known."""
     pairs: list[tuple[str, Sequence[float], Sequence[float]]]
     pairs = [("loss", [original.loss], [repeated.loss]), ("gradient", [original.grad_norm], [repeated.grad_norm])]
     if original.trace and repeated.trace:

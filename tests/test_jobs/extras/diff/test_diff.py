@@ -92,7 +92,7 @@ def test_only_the_deviation_is_listed_and_its_overrides_remove_it(
     assert subjects(lines) == [subject]
     # Join the lines: a sentence can continue on the next line.
     assert evidence in re.sub(r"\s+", " ", " ".join(lines))
-    typed = shlex.split(re.search(r"^ +type +(.*?)^ +(?:note|paper) ", "\n".join(lines), re.M | re.S)[1])
+    typed = shlex.split(re.search(r"^ +set +(.*?)^ +(?:note|paper) ", "\n".join(lines), re.M | re.S)[1])
     mended = write_variant(tmp_path, recipe, deviation, *typed, name="mended.yaml")
     assert subjects(lines_of(capsys, mended, recipe)) == []
 
