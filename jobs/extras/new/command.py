@@ -1,4 +1,4 @@
-"""`patchline new`."""
+"""The command `patchline new`, with its arguments and options."""
 
 from typing import Annotated
 
