@@ -11,7 +11,7 @@ from jobs.terminal import activity
 
 
 class ProgressMeter:
-    """Shows the progress of a long task with `show` or, if that returns False, by a line every `every_s` seconds."""
+    """Shows a long task's progress with `show` or, if that returns False, with a line every `every_s` seconds."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ProgressMeter:
         self.last_line = self.began
 
     def __call__(self, done: int, note: str = "") -> None:
-        """Show that `done` units are done, followed by a note."""
+        """Show that `done` units are complete, followed by a note."""
         from pipeline.values import amount, duration  # imports models, which would slow down --help
 
         now = self.clock()
@@ -59,10 +59,10 @@ class ProgressMeter:
         self.log("  ".join(filter(None, parts)))
 
     def packed(self, shards: int, samples: int) -> None:
-        """Show the number of packed samples; the `report` callback of data.shards.packing and of repairs."""
+        """Show the number of packed samples; the `report` callback for data.shards.packing and for repairs."""
         self(samples, f"{shards} shards")
 
     def of(self, done: int, total: int) -> None:
-        """Show how many of a total are done; the `report` callback of indexing and checking."""
+        """Show how many items of a total are done; the `report` callback for indexing and checking."""
         self.total = total
         self(done)

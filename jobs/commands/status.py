@@ -47,7 +47,7 @@ def status(run: Run, _debug: Debug = False) -> None:
 
 
 def run_or_stage(path: str) -> Path:
-    """Return the folder of a run, or of the stage RUN/STAGE. Raises DataError."""
+    """Return the folder of a run, or of a stage given as RUN/STAGE. Raises DataError."""
     return Path(path if Path(path).exists() else find_stage(path, RECORD)).resolve()
 
 
@@ -87,7 +87,7 @@ def print_status(run: Path, store: "Bucket | None" = None) -> None:
 
 
 def describe(last: LastCommand, run: Path, storage: Storage) -> str:
-    """Describe in one line the state of the last command on a run."""
+    """Describe the state of a run's last command in one line."""
     if last.problem == "missing":
         return "unknown: no command has ended yet"
     if last.problem == "altered":
@@ -165,7 +165,7 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
 
 
 def no_run(path: Path) -> UsageError:
-    """Return the error for a path that is not a run; the message lists runs in it, next to it, and in ./runs."""
+    """Return the error for a path without a run; the message lists runs inside it, next to it, and in ./runs."""
     runs: dict[Path, None] = {}
     for folder, pattern in ((path, "*"), (path, "runs/*"), (Path.cwd(), "runs/*"), (path.parent, "*")):
         for record in sorted(folder.glob(f"{pattern}/*/{RECORD}")):
