@@ -85,14 +85,14 @@ def read_done(folder: Path) -> dict[str, Any] | None:
 
 
 def started_s(folder: Path) -> float:
-    """Return the time at which a stage first started, in seconds since 1970."""
+    """Return the Unix time, in seconds, at which a stage first started."""
     return recorded_s(folder / "stage.json", "started")
 
 
 def recorded_s(path: Path, entry: str) -> float:
-    """Return a record's time under the key `entry`, in seconds since 1970, or the file's mtime if there is none.
+    """Return the Unix time that a record stores under `entry`, or the file's mtime if the entry is missing.
 
-    The mtime is also returned for a truncated or altered record.
+    The mtime is also returned if the record is truncated or altered.
     """
     # The stage's status line reports altered records.
     with suppress(DataError):
@@ -123,7 +123,7 @@ def digest_of(path: Path) -> FileRecord:
 
 
 def record_weights(folder: Path, values: Mapping[str, object]) -> None:
-    """Write provenance.json for weights outside a run: `values`, such as their origin, and their digests."""
+    """Write provenance.json for weights outside a run: `values`, such as their origin, and the files' digests."""
     write_record(folder / PROVENANCE, {**values, "files": digests(folder, WEIGHT_FILES)})
 
 
@@ -276,7 +276,7 @@ def fetch_weights(storage: Storage, stage: str) -> None:
 
 
 def altered(path: Path, difference: str, covering: Covering | None) -> DataError:
-    """Build the error for an altered file; the message states what was expected and how to recover."""
+    """Build the error for an altered file; its message says what was expected and how to recover."""
     folder = path.parent
     copy = f"  restore {path.name} from a copy"
     values = covering.values if covering is not None else {}

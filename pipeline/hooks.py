@@ -22,7 +22,7 @@ import numpy as np
 from pipeline import config
 from pipeline.training_config import TrainConfig
 
-if TYPE_CHECKING:  # these modules import torch, which checking a recipe must not
+if TYPE_CHECKING:  # these modules import torch, which recipe checks must not
     from pipeline.worker import Job, Progress, Setup
 
 HookOptions = Mapping[str, Mapping[str, Any]]  # "module:Class" → arguments of its constructor

@@ -425,5 +425,5 @@ def check_masked(worker: Worker, progress: Progress) -> None:
     if masked_by(worker.hooks, step, np.array([shard]), np.array([first])) is None:
         raise CheckpointError(
             f"the checkpoint of step {progress.step} masks samples, but this task has no hook that masks them\n"
-            "  run the code that started the run: it has jobs/extras/async_evaluation and pipeline/extras/replays"
+            "  use the checkout that started the run, with jobs/extras/async_evaluation and pipeline/extras/replays"
         )

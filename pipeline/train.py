@@ -259,7 +259,7 @@ def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None
     if are_too_many_bad:
         raise DataError(
             f"{bad_share}\n"
-            "  log.txt names examples; to count all of them by reason, run\n"
+            "  log.txt lists examples; to count all of them by reason, run\n"
             f"  python -m jobs data check {' or '.join(worker.job.train)}"
         )
 

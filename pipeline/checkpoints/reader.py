@@ -267,9 +267,9 @@ class Reader:
             self.with_handle.clear()
 
     def weights(self, shapes: Mapping[str, torch.Size], kind: str = "master") -> dict[str, Tensor]:
-        """Return {name: complete fp32 parameter} (or their "average"): the weights that the next stage starts from.
+        """Return {name: complete fp32 parameter}: the master weights, or the averaged weights if `kind` is "average".
 
-        All files must be open. Raises the same errors as `__call__`.
+        The next stage starts from these weights. All files must be open. Raises the same errors as `__call__`.
         """
         flats: dict[str, Tensor] = {}
         pieces_of_file: dict[str, list[tuple[str, Piece]]] = {}  # file → [(parameter, piece)]
@@ -292,7 +292,7 @@ def check_complete(count: int, expected: int, name: str, kind: str) -> None:
     # Missing elements would leave uninitialised memory in the weights, without an error.
     if count != expected:
         raise CheckpointError(
-            f"the checkpoint holds {count} of {expected} elements of {name} ({kind}); it belongs to another model"
+            f"the checkpoint contains {count} of {expected} elements of {name} ({kind}); it belongs to another model"
         )
 
 

@@ -10,7 +10,7 @@ A save consists of these steps:
 4. `Saver.finish`: the workers exchange sizes and digests, and rank 0 commits: it checks that its attempt still owns the
    run and that it sees every worker's file, writes the manifest, fsyncs, renames the folder and fsyncs its parent.
 5. Rank 0 reports the checkpoint, and deletes old checkpoints in a thread during training. If the disk has no room for
-   another checkpoint before that deletion, the other workers are told of the commit only after it.
+   another checkpoint before that deletion, the other workers learn of the commit only after it.
 
 In:  checkpoints/.tmp-0000001200-000007/rank-00000.safetensors …
 Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (reader.py reads them)
@@ -106,7 +106,7 @@ class Saver:
         return self.thread is not None and not self.thread.is_alive()
 
     def is_due(self, step: int, *, is_evaluated: bool, is_finite: bool) -> bool:
-        """Return whether to save this step; `is_finite` is whether the step's gradient was finite."""
+        """Return whether to save this step; `is_finite` tells whether the step's gradient was finite."""
         is_planned = step % self.saving.save_every == 0 or (is_evaluated and self.saves_evaluated)
         # Do not commit while steps are non-finite: the run would count that commit as progress and never roll back
         # past it.

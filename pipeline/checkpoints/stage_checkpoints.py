@@ -201,7 +201,7 @@ class StageCheckpoints:
                 leftovers.append(str(leftover))
             removed.append(name)
         if leftovers:
-            raise OSError(f"could not delete all of {', '.join(leftovers)}; the next start tries again")
+            raise OSError(f"could not delete all of {', '.join(leftovers)}; the next start will try again")
         return removed
 
     def adopt(self, source: Path, key: str | None = None) -> None:
@@ -234,7 +234,7 @@ class StageCheckpoints:
         newest = newest_attempt(self.storage)
         if newest > attempt:
             raise RunOwned(
-                f"attempt {newest} owns {self.storage.address()} now, this is attempt {attempt}\n"
+                f"attempt {newest} now owns {self.storage.address()}; this process is attempt {attempt}\n"
                 "  the newer attempt's files are unchanged; this process should exit"
             )
         self.storage.sweep(self.folder, attempt)

@@ -72,7 +72,7 @@ def deepspeed_config(
 
 
 def bucket_size(parameters: int) -> int:
-    """Return the number of elements in a bucket to use if the user's DeepSpeed file does not set it."""
+    """Return the default bucket size, in elements, for stages whose DeepSpeed file does not set one."""
     return min(parameters, MOST_IN_A_BUCKET)
 
 

@@ -134,7 +134,7 @@ def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, 
 
 
 def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
-    """Fit the closed-form linear map to the shots drawn with every seed; the values are named 1shot, 5shot, …
+    """Fit the closed-form linear map to the shots drawn with each seed; the values are named 1shot, 5shot, …
 
     Seeds that pick the same images count as one draw: only the first of these seeds has a result.
     """

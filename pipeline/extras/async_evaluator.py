@@ -52,7 +52,7 @@ class AsyncEvaluator(LoopEvaluator):
         return super().advice(share)
 
     def recorded(self, stage: Path) -> set[int]:
-        """Return the steps with an evaluation record, which need not be in metrics.jsonl yet."""
+        """Return the steps with an evaluation record, even if rank 0 has not yet added it to metrics.jsonl."""
         return async_evaluation.recorded(stage)
 
     def request(self, worker: "Setup", step: int) -> bool:

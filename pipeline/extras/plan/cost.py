@@ -135,7 +135,7 @@ def seconds_with_failures(
 
 
 def best_save_seconds(trial: Trial, mtbf_s: float) -> float:
-    """Return the optimal seconds of work between two saves: Young's √(2 · stall per save · mtbf).
+    """Return the optimal time between two saves, in seconds of work: Young's √(2 · stall per save · mtbf).
 
     A save starts only after the previous one is complete, so the interval is at least `save_s`.
     """

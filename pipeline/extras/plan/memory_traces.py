@@ -56,7 +56,7 @@ class Kind(enum.IntEnum):
 
 
 class TraceFailed(PatchlineError):
-    """Raised if a step cannot be traced, so that its memory need is unknown."""
+    """A step cannot be traced, so its memory need is unknown."""
 
 
 @dataclass(frozen=True)

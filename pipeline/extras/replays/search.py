@@ -132,7 +132,7 @@ def is_spike(value: float, usual: float) -> bool:
 
 
 def limit_of(value: float, usual: float) -> float:
-    """Return the limit of a step's metric without its culprits; `value` is the metric with all samples."""
+    """Return the limit for a step's metric once all culprits are masked; `value` is the metric with all samples."""
     return math.sqrt(usual * value) if math.isfinite(value) else SPIKE * usual
 
 

@@ -45,7 +45,7 @@ class HealthConfig:
 
 @dataclass(frozen=True)
 class SpikeConfig(TrainConfig):
-    """Adds the section `health` to a trained stage."""
+    """Adds the config section `health` to trained stages."""
 
     health: HealthConfig = field(default_factory=HealthConfig)  # reaction to spikes of the gradient norm
 
@@ -116,7 +116,7 @@ class SpikeSearch(Masking):
         return f"; {values['search']}"
 
     def request(self, step: int, usual: float | None) -> str:
-        """Request a search for the cause of a step's spike; return a phrase for the log that describes the result."""
+        """Request a search for the cause of a step's spike; return a phrase for the log on whether it will run."""
         request = self.stage / SEARCHES / f"step-{step:010d}.requested"
         if usual is None:
             return "no search, because the usual norm is not known yet"
