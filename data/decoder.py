@@ -246,7 +246,7 @@ class Decoder:
 
 
 def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float | None:
-    """Measure how many images of the first non-empty shard one core decodes per second; None if reading fails."""
+    """Measure how many images per second one core decodes from the first non-empty shard; None if reading fails."""
     filled_shards = np.flatnonzero(index.shard_samples)
     if len(filled_shards) == 0:
         return None
@@ -272,7 +272,7 @@ def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float
 # ----------------------------------------------------------------------------- the process
 
 
-def send_sign_of_life(connection: Connection) -> None:
+def send_heartbeat(connection: Connection) -> None:
     """Send a heartbeat to the loader, unless the pipe is full: a send that blocks would keep a shard locked."""
     _, writable, _ = select.select([], [connection], [], 0)
     if writable:
@@ -295,7 +295,7 @@ def main(connection: Connection, memory: mmap) -> None:
         return
     # A download may take longer than `timeout_s`. Heartbeats prevent the loader from restarting this process.
     if decoder.index.remote:
-        decoder.reader.cache.progress = partial(send_sign_of_life, connection)
+        decoder.reader.cache.progress = partial(send_heartbeat, connection)
     try:
         while True:
             task, offset = connection.recv()

@@ -92,7 +92,7 @@ def normalise(images: Tensor, config: ModelConfig, dtype: torch.dtype, device: t
 # Cached, because every step needs them and a copy to the GPU takes time.
 @functools.lru_cache(maxsize=32)
 def scaling(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the factor and offset, (3, 1, 1) each, that normalise pixels from 0 to 255: pixel * factor - offset."""
+    """Return the factor and offset, each (3, 1, 1), for normalising pixels from 0 to 255: pixel * factor - offset."""
     deviation = torch.tensor(std, dtype=torch.float64)
     factor = 1 / (255 * deviation)
     offset = torch.tensor(mean, dtype=torch.float64) / deviation
@@ -100,12 +100,12 @@ def scaling(mean: tuple[float, ...], std: tuple[float, ...], device: torch.devic
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated modules of a model by name (`is_repeated`): blocks of a ViT, units of a ResNet."""
+    """Return a model's repeated modules (`is_repeated`) by name: the blocks of a ViT or the units of a ResNet."""
     return {name: module for name, module in model.named_modules() if getattr(module, "is_repeated", False)}
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
-    """Apply `torch.compile` to each block in place, with one compilation for all; parameter names do not change."""
+    """Apply `torch.compile` to each block in place; blocks share one compilation, and parameters keep their names."""
     # `torch.compile(model)` would prefix all names in the state dict with `_orig_mod.`. `Module.compile` would include
     # the hooks around `forward`, in which ZeRO 3 gathers a block, and give up after eight compilations.
     for block in blocks(model).values():

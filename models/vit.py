@@ -424,7 +424,7 @@ class ViT(nn.Module):
                 x = checkpoint(block, x, relative, block_queries, rotation, use_reentrant=False)
             else:
                 x = block(x, relative, block_queries, rotation)
-        # Over all tokens and before pooling, as in the original; a norm of the pooled vector computes something else.
+        # Over all tokens and before pooling, as in the original; normalising the pooled vector gives other results.
         return self.norm(x)
 
     def features(self, images: Tensor, kept: Tensor | None = None) -> Tensor:
@@ -459,7 +459,7 @@ class ViT(nn.Module):
 
 
 def position_table(state: dict[str, Tensor], config: ViTConfig) -> Tensor:
-    """Return the first added table of a state dict as one tensor (1, S, D), whatever the kind of positions."""
+    """Return the first added position table in a state dict as one tensor (1, S, D), for any kind of positions."""
     # Built from the config, so that weights of a file can be inspected without building a model.
     module = positions.ADDED[config.positions](config.grid, config.width, config.position_slots)
     parameters = {}

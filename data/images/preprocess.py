@@ -97,7 +97,7 @@ def corrections(ops: str) -> dict[str, int]:
 
 @lru_cache(maxsize=32)
 def shape_of(ops: str) -> tuple[int, ...]:
-    """Return the shape (h, w, 3) of the ops' result for an image of 1024 × 1024 pixels.
+    """Return the shape (h, w, 3) that the ops produce from an image of 1024 × 1024 pixels.
 
     Raises ValueError if an op rejects its arguments, or if the ops do not keep white at 255, because evaluation expects
     pixels of 0 … 255.

@@ -1,8 +1,8 @@
-"""Class names, and the labels of samples: every class id must mean the same class in all sets used together.
+"""Class names, and the labels of samples: every class id must mean the same class in all data sets used together.
 
 1. The class names of a source are numbered when it is packed or indexed (`data.sources.numbering`).
-2. The index stores the names; `agreed_names` compares the names of several sets, or of a set and a model's weights.
-3. A label contains class ids, or a name if the set has names (`parse_labels`).
+2. The index stores the names; `agreed_names` compares the names of several data sets, or of a data set and weights.
+3. A label contains class ids, or a name if the data set has names (`parse_labels`).
 
     b"7", b"3 17", b"[3, 17]", b'{"label": 3}'     labels with class ids
     b"tench", b'{"label": "tench"}'                labels with a name
@@ -99,7 +99,7 @@ def agreed_names(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Name
                 "  expected one name for each class id\n"
                 "  pack or index one of them again with the other's numbering: --classes-of INDEX (in a recipe\n"
                 "  classes_of) or --names FILE (names), such as the classes.json of weights; if weights name\n"
-                "  the same classes differently, import them again with the set's names: --names SET.index.json"
+                "  the same classes differently, import them again with the data set's names: --names SET.index.json"
             )
         if len(names) > len(longest):
             longest = names

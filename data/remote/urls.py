@@ -341,7 +341,7 @@ def denial_code(error: BaseException) -> str:
 
 
 def forget_credentials() -> None:
-    """Make the next request log in again, with the current credentials of the environment."""
+    """Make the next request log in again, with the current credentials from the environment."""
     client.cache_clear()
 
 

@@ -158,8 +158,8 @@ def save(
 
     format: safetensors (our directory); npz or pth (the file formats of vit_jax, and of DINOv2 or DINOv3, which store
     no class names or preprocessing); timm or hf (directories for these libraries). Without `preprocessing`, timm and hf
-    record the default of evaluation: squash the image to the model's size. `loss` is the loss that trained the head,
-    sigmoid or softmax; hf stores it as `problem_type`. `form` (`form_of`) is the form in which the weights were
+    record the default of evaluation: squash the image to the model's size. `loss` is the head's training loss, sigmoid
+    or softmax; hf stores it as `problem_type`. `form` (from `form_of`) is the architecture from which the weights were
     imported; timm and hf use it if possible.
     """
     path = Path(path)

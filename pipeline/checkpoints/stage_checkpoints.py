@@ -156,7 +156,7 @@ class StageCheckpoints:
             #    it must not write anything.
             newest = newest_attempt(self.storage)
             if newest > manifest.attempt:
-                newer_owner = f"attempt {newest} owns {self.storage.address()} now"
+                newer_owner = f"attempt {newest} now owns {self.storage.address()}"
             else:
                 # 3. Rank 0 sees all files with their sizes: the next start must find all of them in this place.
                 check_seen(self.storage, self.staged_name(manifest), results, log)
@@ -167,7 +167,7 @@ class StageCheckpoints:
                     return Decision(manifest)
                 newer_owner = "a newer attempt has replaced it"
             failure = (
-                f"step {manifest.step} is not committed: {newer_owner}, this is attempt {manifest.attempt}\n"
+                f"step {manifest.step} is not committed: {newer_owner}; this process is attempt {manifest.attempt}\n"
                 "  the newer attempt's files are unchanged; this process should exit"
             )
         except StorageError as error:

@@ -92,7 +92,7 @@ def as_image(raw: bytes, name: str, changed: Refusals) -> tuple[bytes, str]:
 
 
 def log_notes(source: Path, notes: Refusals) -> None:
-    """Log a warning for each reason why files of a source were skipped or converted."""
+    """Log a warning for each reason why files in a source were skipped or converted."""
     log = logging.getLogger(__name__)
     for line in notes.lines():
         log.warning("%s: %s", source, line)
@@ -104,7 +104,7 @@ def samples_of_archive(
     """Yield the samples of a public data set, and compare their number with the published one.
 
     `name` is the name of the set in messages. Raises DataError if the number of classes differs (before the first
-    sample), if the number of samples differs (after the last one), or if the archive is damaged or a different one.
+    sample), if the number of samples differs (after the last one), or if the archive is damaged or of another data set.
     With `partial=True`, differences are only logged.
     """
     published = archive.published[split]

@@ -86,7 +86,7 @@ def matches_of(record: Sequence[Any]) -> ShardMatches:
 
 
 class Embeddings(NamedTuple):
-    """Pairs with similar features (pipeline.extras.leak_embedding), keyed by the `key_of` their training shards."""
+    """Pairs with similar features (pipeline.extras.leak_embedding), by the `key_of` of their training shards."""
 
     records: Mapping[str, ShardMatches]
     settings: Mapping[str, Any]
@@ -106,15 +106,16 @@ def find_leaks(
 ) -> Leaks:
     """Find the pairs of training and test samples with the same image, and write them to `output`/leaks.json.
 
-    `train` and `test` map the paths of sets to their indexes. `embeddings` adds pairs found by model features. With
-    `fits=1`, only bytes and pixels are compared. `report` is called with the number of finished training shards and the
-    number to search; `report_test` does the same for the test shards, which come first. An interrupted search resumes.
+    `train` and `test` map the paths of data sets to their indexes. `embeddings` adds pairs found by model features.
+    With `fits=1`, only bytes and pixels are compared. `report` is called with the number of finished training shards
+    and the number to search; `report_test` gets the same for the test shards, which come first. An interrupted search
+    resumes.
     Raises DataError if a shard is missing or has changed since indexing, or if the test images are too similar to each
     other to recognise copies by their pictures.
     """
     for path, index in (*train.items(), *test.items()):
         if index.samples == 0:
-            raise DataError(f"{path}: the set is empty\n  pack or index it again")
+            raise DataError(f"{path}: the data set is empty\n  pack or index it again")
     check_sizes([*train.values(), *test.values()])
     cache = cache or CacheConfig()
     output.mkdir(parents=True, exist_ok=True)

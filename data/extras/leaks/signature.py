@@ -147,7 +147,7 @@ def intervals(scale: float) -> list[tuple[float, float]]:
 
 
 def evaluation_boxes(proportion: float) -> list[Crop]:
-    """Return the two evaluation crops for an aspect ratio (width / height): the central square, and EVALUATED of it."""
+    """Return the evaluation crops for an aspect ratio (width / height): the central square, and 87.5 % of its side."""
     height = min(1.0, proportion)
     width = min(1.0, 1 / proportion)
     boxes = []

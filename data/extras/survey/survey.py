@@ -11,7 +11,7 @@ The content of a path is recognised in this order, and the first match wins:
    without classes.
 
 The counts come from tar headers, label columns and file names. Only the headers of a few hundred images, evenly spread
-over the set, are read.
+over the data set, are read.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class FoundSet:
 
     @property
     def classes(self) -> int:
-        """Number of outputs of a classifier for this set; 0 without labels."""
+        """Number of outputs of a classifier for these images; 0 without labels."""
         if self.are_ids:
             return max(map(int, self.class_counts), default=-1) + 1
         return len(self.class_counts)
@@ -387,7 +387,7 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
 
 
 def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
-    """Return the statistics of the set at a path; raises DataError if it has no supported format."""
+    """Return the statistics of the images at a path; raises DataError if their format is not supported."""
     path = Path(place)
     if path.is_dir():
         if len(list(path.glob(f"[!.]*{SUFFIX}"))) == 1 and not unlabelled:
@@ -414,7 +414,7 @@ def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
 
 
 def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
-    """Inspect a folder that has one sub-folder of images per class, or that contains unlabelled images."""
+    """Inspect a folder with one sub-folder of images per class, or a folder of unlabelled images."""
     image_set = FoundSet("folder", str(root))
     skipped: Counter[str] = Counter()
     paths: list[Path] = []
@@ -585,7 +585,7 @@ def inspect_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
 
 
 def inspect_index(folder: Path, report: Report) -> FoundSet:
-    """Inspect a packed or indexed set."""
+    """Inspect a packed or indexed data set."""
     index = load_index(folder)
     image_set = FoundSet("index", str(folder), index.samples, are_ids=not index.names)
     for label, count in enumerate(index.class_counts):
