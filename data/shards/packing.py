@@ -200,8 +200,8 @@ def restore(
         shard = expected.pop(path.name, None)
         if shard is None:
             raise DataError(
-                f"{set_path} is a finished data set without {path.name} (digest {finished.digest}); the source has more "
-                f"samples{remedy}"
+                f"{set_path} is a finished data set without {path.name} (digest {finished.digest}); the source has "
+                f"more samples{remedy}"
             )
         if not is_done(shard, path, group, restarts):
             write_shard(path, group, classes, restarts, threading.Event(), shard)

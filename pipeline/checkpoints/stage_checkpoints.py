@@ -171,7 +171,7 @@ class StageCheckpoints:
                 "  the newer attempt's files are unchanged; this process should exit"
             )
         except StorageError as error:
-            # Nothing is deleted: the commit may have succeeded and only the answer was lost.
+            # Nothing is deleted: the commit may have succeeded and only the response was lost.
             return Decision(None, str(error))
         except OSError as error:
             # The message is composed before the save's disk space is freed.
