@@ -159,7 +159,7 @@ class Decoder:
         self.encoded: list[Encoded] = []
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state to pickle for another process, without the shard sizes, which the index contains."""
+        """Return the state to pickle, without the order's shard sizes: the receiver gets them from the index."""
         # Shard sizes of a large set are mapped memory that all processes share; pickling would copy them.
         return self.__dict__ | {"order": self.order.without_sizes()}
 

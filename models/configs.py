@@ -298,7 +298,7 @@ class MaskedConfig(ViTConfig):
 
     @classmethod
     def around(cls, source: ModelConfig) -> MaskedConfig:
-        """Return the config of a masked model with the blocks of a plain ViT, whose head and pooling it drops.
+        """Return the config of a masked model built around a plain ViT, without the ViT's head and pooling.
 
         Raises ValueError with the reason if masked prediction cannot start from this model.
         """

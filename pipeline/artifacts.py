@@ -148,7 +148,7 @@ def covering_record(folder: Path) -> Covering | None:
 
 
 def recorded_sha256(folder: Path) -> str | None:
-    """Return the recorded sha256 of a folder's weights; None if no record lists them. Raises DataError."""
+    """Return the recorded sha256 of a folder's weights, or None if no record contains it. Raises DataError."""
     covering = covering_record(folder)
     if covering is None or WEIGHTS not in covering.files:
         return None

@@ -87,7 +87,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def not_yaml(path: Path, text: str, error: YAMLError) -> ConfigError:
-    """Build the error for a recipe with invalid YAML; it contains the line number, the line and what was expected."""
+    """Build the error for invalid YAML in a recipe, with the line number, the line and what was expected."""
     mark = getattr(error, "problem_mark", None)
     problem = str(getattr(error, "problem", None) or str(error).splitlines()[0])
     expected = "the keys of a section in the same column, as `key: value`"

@@ -391,7 +391,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
 
 
 def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested mappings: values of inner mappings keep only their own names."""
+    """Flatten nested mappings into one whose keys are the innermost names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat |= value if isinstance(value, Mapping) else {name: value}

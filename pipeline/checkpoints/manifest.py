@@ -140,7 +140,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
-    """Like `read_manifest`, for a checkpoint given by its name in a storage; also raises StorageError."""
+    """Read and check a checkpoint's manifest in a run's storage, like `read_manifest`; also raises StorageError."""
     path = f"{storage.address(checkpoint)}/{MANIFEST}"
     try:
         content = storage.read(f"{checkpoint}/{MANIFEST}")

@@ -143,7 +143,7 @@ class FragmentFile:
             position = stop
 
     def read_chunk(self, number: int, target: memoryview) -> None:
-        """Read one chunk and verify its digest. Raises DamagedCheckpoint if it differs."""
+        """Read one chunk and verify its digest. Raises DamagedCheckpoint if the digest differs."""
         begin = number * self.chunk_bytes
         try:
             if self.handle is None:
@@ -186,7 +186,7 @@ class Reader:
     """Random access to the parameters in a checkpoint, independent of the world size and ZeRO stage that wrote it."""
 
     def __init__(self, checkpoint: Path, files: Mapping[str, ChunkedRecord], share: float | None = None) -> None:
-        """Open all files in a manifest; or, with a `share`, open files only as they are needed.
+        """Open all files in a manifest or, if `share` is given, open files only when they are needed.
 
         `share`, from 0 to 1, is the expected position of the wanted fragments among the files: near 0 for the first
         worker, near 1 for the last. The nearest files are opened first, so a worker opens a single file if the world
@@ -297,7 +297,7 @@ def check_complete(count: int, expected: int, name: str, kind: str) -> None:
 
 
 def export(folder: Path, model_config: ModelConfig) -> dict[str, Tensor]:
-    """Return the complete fp32 weights of a committed checkpoint; the averaged weights if it has them."""
+    """Return a committed checkpoint's complete fp32 weights, or its averaged weights if it has any."""
     manifest = read_manifest(folder)
     # Only the shapes are needed; on the meta device the model takes no memory.
     with torch.device("meta"):

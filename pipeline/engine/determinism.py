@@ -99,7 +99,7 @@ def changes(before: Conditions, now: Conditions) -> list[str]:
 
 
 def resume_line(now: Conditions, before: Conditions | None = None) -> str:
-    """Describe whether a resume of this attempt would be bitwise exact and, if it is itself a resume, whether it was.
+    """Describe whether resuming this attempt would be bitwise exact and, for a resumed attempt, whether its start was.
 
     `before` holds the conditions stored in the checkpoint that the attempt resumed from.
     """

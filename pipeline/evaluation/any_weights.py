@@ -33,7 +33,7 @@ def is_foreign(path: str) -> bool:
 
 
 def files_of(path: str) -> list[Path]:
-    """Return another project's weights file and the files that describe it; `file.npz:img` names a part of a file."""
+    """Return another project's weights file and the files describing it; `file.npz:img` refers to a part of a file."""
     if ".npz" in Path(path).name:
         file = Path(path)
         if not file.exists():
@@ -117,7 +117,7 @@ def recorded_preprocessing(path: str, size: tuple[int, int] | None = None) -> mo
 
 
 def recorded_loss(path: str) -> str | None:
-    """Return the loss that trained the weights' head, sigmoid or softmax; None if it is not recorded.
+    """Return the loss with which the weights' head was trained, sigmoid or softmax; None if it is not recorded.
 
     The loss is read from the record of the stage that trained the weights, also after a resize, an import or an export,
     or from the `problem_type` in a transformers folder. Raises DataError for an altered record.

@@ -161,7 +161,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """A model, and the settings with which this process evaluates it."""
+    """A model, and the settings for evaluating it in this process."""
 
     group: EvaluationGroup
     model: nn.Module

@@ -23,7 +23,7 @@ class Spread(Counter[float]):
     """Histogram of one measurement; rounding limits it to a few thousand distinct values for any number of images."""
 
     def quantile(self, q: float) -> float:
-        """Return the quantile `q`: the smallest value such that at least the share `q` of all values are not larger.
+        """Return the quantile `q`: the smallest value with at least the fraction `q` of all values at or below it.
 
         Raises IndexError if the histogram is empty.
         """

@@ -365,7 +365,7 @@ def document(
     bad: int,
     settings: Mapping[str, Any],
 ) -> Leaks:
-    """Build the leaks document, in which samples are named by shard and key."""
+    """Build the contents of leaks.json, in which each sample is identified by its shard and key."""
     wanted: set[int] = set()
     for record in records.values():
         for match in record.matches:

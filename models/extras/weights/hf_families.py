@@ -306,7 +306,7 @@ def mlp_ratio(hidden: int, width: int, is_gated: bool) -> float:
 
 
 class DINOv2WithRegisters(DINOv2):
-    """DINOv2 with registers, which have no entry in the position table; the class token has one."""
+    """DINOv2 with registers; its position table has an entry for the class token, but none for the registers."""
 
     model_type = "dinov2_with_registers"
     title = "DINOv2 with registers"

@@ -41,7 +41,7 @@ CHANNELS_PER_HEAD = 64  # in every variant of the paper's table 1 except H
 
 @dataclass(frozen=True)
 class Layout:
-    """How another code base names and shapes our parameters."""
+    """The names and shapes of our parameters in another code base."""
 
     renames: tuple[tuple[str, str], ...]  # pairs of regular expression and replacement, applied to our name in order
     packed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # substring of the new name, and its replacement for each part

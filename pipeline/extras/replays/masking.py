@@ -19,7 +19,7 @@ Range = Sequence[int]  # first step in which it applies, shard, first sample, la
 
 
 class Mask:
-    """A set of sample ranges, each of which is masked from a given step on; an empty mask is falsy."""
+    """A set of sample ranges, each masked from a given step on; an empty mask is falsy."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self.ranges: list[tuple[int, ...]] = []
