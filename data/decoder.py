@@ -61,7 +61,7 @@ from data.shards.reader import ShardReader, read_labels
 # b: samples per micro-batch, L: maximum number of labels per sample, S: side of an image
 
 MAX_REPLACEMENTS = 100  # consecutive bad samples after which a data set counts as unusable
-MOST_PIXELS = 1 << 22  # maximum size of an image that the GPU decodes: 12 MB after decoding
+MAX_PIXELS = 1 << 22  # maximum size of an image that the GPU decodes: 12 MB after decoding
 SEED_DOMAIN = 1  # keeps augmentation's random numbers separate from the order's
 RESTARTS = 3  # restarts of a decoding process for a single micro-batch
 MEASURED = 128  # images decoded to measure the decoding speed
@@ -228,7 +228,7 @@ class Decoder:
                 # here; large ones would take too much GPU memory.
                 header = read_header(encoded)
                 is_usual = header.kind == "jpeg" and header.channels == 3
-                is_small = header.height * header.width <= MOST_PIXELS and len(encoded) <= image.nbytes
+                is_small = header.height * header.width <= MAX_PIXELS and len(encoded) <= image.nbytes
                 is_left_encoded = is_usual and is_small
             if is_left_encoded:
                 image.reshape(-1)[: len(encoded)] = np.frombuffer(encoded, np.uint8)

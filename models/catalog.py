@@ -38,7 +38,7 @@ MODULES = {  # family: module and class; a module is imported only when a model 
 
 Shape = tuple[int, ...]
 
-MOST_NAMED = 5  # maximum number of tensors that an error lists
+MAX_NAMED = 5  # maximum number of tensors that an error lists
 FLOPS_PER_MAC_TRAINED = 6  # a multiplication and an addition; one forward and two backward: the rule of table 6
 
 
@@ -203,9 +203,9 @@ def check_finite(weights: dict[str, Tensor]) -> None:
             wrong.append(f"{name} ({int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values)")
     if not wrong:
         return
-    named = ", ".join(wrong[:MOST_NAMED])
-    if len(wrong) > MOST_NAMED:
-        named += f" and {len(wrong) - MOST_NAMED:,} more"
+    named = ", ".join(wrong[:MAX_NAMED])
+    if len(wrong) > MAX_NAMED:
+        named += f" and {len(wrong) - MAX_NAMED:,} more"
     raise ValueError(
         f"{len(wrong):,} of {len(weights):,} tensors contain NaN or infinity: {named}\n"
         "  expected finite values only; copy or download the file again, or use the weights of an earlier step"

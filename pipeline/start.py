@@ -59,7 +59,7 @@ from pipeline.values import counted
 from pipeline.variables import note_values, recorded
 from pipeline.worker import Group, Job, Progress, Setup, StageData, StopRequest, TrainingLog
 
-MOST_COMPILED = 64  # maximum number of compiled versions of a block; each number of tokens needs one
+MAX_COMPILED = 64  # maximum number of compiled versions of a block; each number of tokens needs one
 
 
 class WorkerTask(NamedTuple):
@@ -286,7 +286,7 @@ def build_model(
     # number, but a resumed run that only sees the second number would specialise on it: other kernels, other bits.
     models.compile_blocks(model, dynamic=False)
     # Above torch's default limit of 8 versions, a block would run uncompiled, with other bits than after a resume.
-    torch._dynamo.config.recompile_limit = MOST_COMPILED
+    torch._dynamo.config.recompile_limit = MAX_COMPILED
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     return model
 

@@ -42,7 +42,7 @@ pretrain:
   micro_batch: 4
   precision: fp32
 """
-MOST_LINES = 6
+MAX_LINES = 6
 INTERNALS = re.compile(
     r"Traceback|\w+Config\b|Dict\[|codec|<class|\w+Error\b|pydantic|omegaconf|NoneType|0x[0-9a-f]{4}"
 )
@@ -328,7 +328,7 @@ def check_answer(capsys: pytest.CaptureFixture[str], words: str) -> None:
     answer = "\n".join(lines)
     for part in words.split("|"):
         assert part in answer, answer
-    assert len(lines) <= MOST_LINES, answer
+    assert len(lines) <= MAX_LINES, answer
     assert not INTERNALS.search(answer), answer
 
 

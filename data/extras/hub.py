@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PINS = "hub.json"  # record of the commits, next to an index or in the folder of a pack stage
-MOST_SIGNED = 1000  # signed addresses kept by a process
+MAX_SIGNED = 1000  # signed addresses kept by a process
 ADDRESS = "hf://datasets/OWNER/NAME/train/*.tar, or …/NAME@REVISION/…"
 
 _signed: dict[str, str] = {}  # URL → signed address, without any expiry time; never logged
@@ -158,7 +158,7 @@ def request_file(url: str, timeout_s: float, byte_range: str) -> Iterator[http.c
             answer = stack.enter_context(request_https(address, timeout_s, byte_range, authorization))
             # Files that the Hub sends itself need the token each time.
             if urlsplit(answer.url).netloc != urlsplit(endpoint()).netloc:
-                if len(_signed) >= MOST_SIGNED:
+                if len(_signed) >= MAX_SIGNED:
                     _signed.clear()
                 _signed[url] = answer.url
         yield answer

@@ -24,7 +24,7 @@ from data.extras.leaks.document import SIDES, in_pairs, numbers_of, read_leaks
 from data.index.index import Index, shards_called
 
 Listed = tuple[str, str]  # shard and key; the shard is "" if the list does not name it
-MOST_SHOWN = 5  # samples named in an error
+MAX_SHOWN = 5  # samples named in an error
 
 
 def listed_rows(path: str, index: Index) -> np.ndarray:
@@ -134,7 +134,7 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
     )
     for entries, problem, expected in problems:
         if entries:
-            first = few(entries, MOST_SHOWN, ", …")
+            first = few(entries, MAX_SHOWN, ", …")
             raise DataError(f"{path}: {len(entries):,} of its {problem}: {first}\n  expected {expected}")
     return np.concatenate(rows)
 

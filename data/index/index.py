@@ -41,11 +41,11 @@ from data.errors import DataError
 from data.index.names import Names, agreed_names, ids_of
 from data.index.shard import FIELDS, MappedShards, Shard, table_path
 
-MOST_TYPES = 12  # member types counted separately; foreign tars may have any number of types
+MAX_TYPES = 12  # member types counted separately; foreign tars may have any number of types
 OTHER_TYPES = "member of another type"
 MEMBER_TYPE = "member type ."
-MOST_EXTENSION = 16  # maximum displayed length of an extension
-MOST_NAME = 160  # maximum stored length of a member's name
+MAX_EXTENSION = 16  # maximum displayed length of an extension
+MAX_NAME = 160  # maximum stored length of a member's name
 DIGEST_VERSION = 1  # version of the digest's definition; part of the digest itself
 
 
@@ -66,14 +66,14 @@ class Refusals:
             name = name.decode("utf-8", "replace")
         # Each shard may have different types; limit the set as a whole to as many lines as one shard.
         is_new_type = reason.startswith(MEMBER_TYPE) and reason not in self.counts
-        if is_new_type and sum(known.startswith(MEMBER_TYPE) for known in self.counts) >= MOST_TYPES:
+        if is_new_type and sum(known.startswith(MEMBER_TYPE) for known in self.counts) >= MAX_TYPES:
             reason = OTHER_TYPES
         self.counts[reason] += count
-        self.first.setdefault(reason, name[:MOST_NAME])
+        self.first.setdefault(reason, name[:MAX_NAME])
 
     def add_type(self, extension: str, name: str | bytes) -> None:
         """Count a member with an unsupported extension."""
-        self.add(f"{MEMBER_TYPE}{extension[:MOST_EXTENSION]}", name)
+        self.add(f"{MEMBER_TYPE}{extension[:MAX_EXTENSION]}", name)
 
     def add_all(self, other: Refusals, shard: str) -> None:
         """Add the counts from a shard."""

@@ -50,7 +50,7 @@ from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import Progress, in_parallel, set_on_error
 from data.walk import matching
 
-MOST_ERRORS = 20  # unusable shards that an error lists individually
+MAX_ERRORS = 20  # unusable shards that an error lists individually
 DECODED = 4  # samples decoded per shard
 NOT_DECODED = "looked at, and "  # prefix of the reason if a decoded sample is not an image
 PACKING_SETTING = r"\d+ \d+ (True|False)"  # the setting in a packing's journal, see `packing.pack`
@@ -161,8 +161,8 @@ def build_index(
                     errors.append(result)
             # Raise after all shards are examined, so that a single run finds all errors.
             if errors:
-                lines = errors[:MOST_ERRORS]
-                if len(errors) > MOST_ERRORS:
+                lines = errors[:MAX_ERRORS]
+                if len(errors) > MAX_ERRORS:
                     lines.append(f"… {len(errors)} shards in total")
                 raise DataError("\n".join(lines))
         return journal.finish(at or tars.directory, names, tars.sizes)

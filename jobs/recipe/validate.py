@@ -26,7 +26,7 @@ from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.variables import recorded
 
-MOST_NAMED = 8  # missing inputs or changed keys listed in a message
+MAX_NAMED = 8  # missing inputs or changed keys listed in a message
 
 
 def validate(stage: Stage, available: Available, *, fresh: bool = False) -> list[CheckResult]:
@@ -128,7 +128,7 @@ def restarted_stages(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[Ch
         if not changes:
             continue
         reported.add(stage.source)
-        listed = few(list(changes.values()), MOST_NAMED, ", and {} more")
+        listed = few(list(changes.values()), MAX_NAMED, ", and {} more")
         text = f"{stage.name} starts from step 0, because its settings differ from {folders[0]} (kept): {listed}"
         if stage.kind.trains and stage.config.init is None:
             text += f"\n  to start from those weights instead of random ones, set {stage.source}.init={folders[0].path}"
@@ -146,9 +146,9 @@ def refuse(results: Iterable[CheckResult]) -> None:
                 missing.append(result)
     if len(missing) > 1:
         # The first message is on the first line, because status.json keeps only that line.
-        messages = [str(result.error()) for result in missing[:MOST_NAMED]]
-        if len(missing) > MOST_NAMED:
-            messages.append(f"… and {len(missing) - MOST_NAMED} more")
+        messages = [str(result.error()) for result in missing[:MAX_NAMED]]
+        if len(missing) > MAX_NAMED:
+            messages.append(f"… and {len(missing) - MAX_NAMED} more")
         raise DataError(f"{len(missing)} inputs are missing: " + "\n  ".join(messages))
     for failure in [*missing, *failures]:
         raise failure.error()

@@ -43,7 +43,7 @@ from pipeline.checkpoints.manifest import (
     unreadable,
 )
 
-MOST_OPEN = 256  # open files of a Reader; on most systems a process may open 1,024 files
+MAX_OPEN = 256  # open files of a Reader; on most systems a process may open 1,024 files
 FLOAT_BYTES = 4
 LENGTH_BYTES = 8  # at the start of a safetensors file: length of its JSON (https://huggingface.co/docs/safetensors)
 
@@ -197,7 +197,7 @@ class Reader:
         self.checkpoint = checkpoint
         self.records = files
         self.opened: dict[str, FragmentFile] = {}
-        self.with_handle: list[FragmentFile] = []  # files with an open descriptor, at most MOST_OPEN
+        self.with_handle: list[FragmentFile] = []  # files with an open descriptor, at most MAX_OPEN
         self.pieces: dict[tuple[str, str], list[Piece]] = {}  # (parameter name, kind) → its pieces
         by_rank = sorted(files)
         if share is None:
@@ -261,7 +261,7 @@ class Reader:
 
     def make_room(self) -> None:
         """Close all open files if another would exceed the limit on open files: a checkpoint has a file per worker."""
-        if len(self.with_handle) >= MOST_OPEN:
+        if len(self.with_handle) >= MAX_OPEN:
             for fragments in self.with_handle:
                 fragments.close()
             self.with_handle.clear()

@@ -44,7 +44,7 @@ from data.files import DISK_BLOCK, error_text, free_bytes, make_folder, size_tex
 from data.storage import Folder
 from models import ModelConfig
 from pipeline.checkpoints.manifest import Manifest, digest, newest_attempt, step_of
-from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, Chosen, Decision, StageCheckpoints, WrittenFile
+from pipeline.checkpoints.stage_checkpoints import MIN_KEPT, Chosen, Decision, StageCheckpoints, WrittenFile
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import STATE
@@ -389,7 +389,7 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
     At peak usage, the disk holds one checkpoint more than `keep`, because the oldest is deleted only after the newest
     is complete. Leftover files that the next start deletes before its first save count as free space.
     """
-    most_kept = max(cfg.keep, LEAST_KEPT) if checkpoints.storage.keeps_sets_locally else 1
+    most_kept = max(cfg.keep, MIN_KEPT) if checkpoints.storage.keeps_sets_locally else 1
     # Only on this disk: checkpoints in an object store need no room here.
     most_kept += cfg.exempt_checkpoints
     existing = Folder(checkpoints.local).published("")

@@ -42,7 +42,7 @@ from pipeline.checkpoints.manifest import (
     step_of,
 )
 
-LEAST_KEPT = 2  # because the newest may turn out to be damaged when it is read
+MIN_KEPT = 2  # because the newest may turn out to be damaged when it is read
 SOON_S = 1.0  # a longer wait is logged
 
 Log = Callable[[str], None]
@@ -191,7 +191,7 @@ class StageCheckpoints:
         """
         removed = []
         leftovers = []
-        for name in self.committed()[max(keep, LEAST_KEPT) :]:
+        for name in self.committed()[max(keep, MIN_KEPT) :]:
             step = step_of(Path(name))
             is_milestone = keep_every > 0 and step % keep_every == 0
             if is_milestone or step in needed:

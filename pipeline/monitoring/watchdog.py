@@ -46,7 +46,7 @@ OWN = ("data", "forward")  # phases of a worker's own work, without collectives
 # this share of the time between two results: on a GPU, whose kernels are only queued in the forward pass, it is not.
 SLOW_FACTOR = 2.0
 SLOW_EXCESS = 0.2
-LEAST_TURNS = 3  # micro-batches of each worker before their times are compared
+MIN_TURNS = 3  # micro-batches of each worker before their times are compared
 NODE_FOLDER = "PATCHLINE_NODE_FOLDER"  # worker environment variable: its attempt's node-local folder
 STOP_FILE = "stop"  # created in the node's folder when the driver asks the worker group to commit and exit
 PHASE_FILE = "rank-{:05d}.phase"  # name of a phase file in the node's folder
@@ -279,7 +279,7 @@ class Watch:
         turns = 0
         for rank, place in self.places.items():
             before = self.before.get(rank)
-            if before is not None and place.turns >= before.turns + LEAST_TURNS:
+            if before is not None and place.turns >= before.turns + MIN_TURNS:
                 turns = place.turns - before.turns
                 seconds[rank] = (place.own_s - before.own_s) / turns
         if len(seconds) < self.world and self.before:

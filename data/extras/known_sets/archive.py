@@ -26,7 +26,7 @@ from data.extras.sources.members import members
 from data.index.index import Refusals
 from data.sources.samples import Archive, Sample, kind_of
 
-MOST_OF_A_LIST = 1 << 30  # largest size in bytes of a file that is not an image; CIFAR-100's train.bin has 154 MB
+MAX_LIST_BYTES = 1 << 30  # largest size in bytes of a file that is not an image; CIFAR-100's train.bin has 154 MB
 
 
 def read_members(
@@ -41,7 +41,7 @@ def read_members(
     contents: dict[str, bytes] = {}
     for member in members(path):
         if member.base in bases:
-            contents[member.base] = member.read(MOST_OF_A_LIST)
+            contents[member.base] = member.read(MAX_LIST_BYTES)
     missing = [base for base in bases if base not in contents]
     if missing:
         raise DataError(f"{path}: missing {', '.join(missing)}{way_out}")

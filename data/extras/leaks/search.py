@@ -48,8 +48,8 @@ from data.shards.reader import ShardReader, check_sizes
 VERSION = 2  # version of the signatures and their comparison; an interrupted search of another version restarts
 FITS = 0.88  # minimum likeness of a perceptual pair; at 1, only bytes and pixels are compared
 NEARLY_THE_SAME = 0.98  # minimum likeness to also compare decoded pixels, which a lossless re-encoding preserves
-MOST_ALIKE = 0.01  # largest accepted share of candidates among pairs of test images; photographs have 0.0002
-FEWEST_ALIKE = 10  # with fewer candidates, the share is not significant
+MAX_SIMILAR_SHARE = 0.01  # largest accepted share of candidates among pairs of test images; photographs have 0.0002
+MIN_SIMILAR = 10  # with fewer candidates, the share is not significant
 SAMPLED = 256  # test images compared with each other to measure the share
 BATCH = 64  # training images compared at once
 JOURNAL = "leaks.partial"
@@ -132,11 +132,11 @@ def find_leaks(
         alike, compared = alike_among(open_signatures(signatures).signatures)
         settings["test_pairs"] = {"alike": alike, "compared": compared}
         share = alike / max(compared, 1)
-        if alike >= FEWEST_ALIKE and share > MOST_ALIKE:
+        if alike >= MIN_SIMILAR and share > MAX_SIMILAR_SHARE:
             raise DataError(
                 f"{', '.join(test)}: {alike:,} of {compared:,} pairs of different test images have similar low "
                 f"frequencies ({share:.1%}), so copies cannot be recognised by their pictures\n"
-                f"  expected at most {MOST_ALIKE:.0%}; photographs have 0.02 %\n"
+                f"  expected at most {MAX_SIMILAR_SHARE:.0%}; photographs have 0.02 %\n"
                 f"  to compare only bytes and pixels, add --fits 1 to the command"
             )
 

@@ -57,7 +57,7 @@ TRAIN = ("train", "training")
 TEST = ("val", "validation", "valid", "test", "testing", "eval", "dev")
 OPENED = 256  # images whose headers are read
 KEPT = 32  # images whose bytes are kept, to measure the decoding speed
-MOST_NAMED = 5  # file types named in a note
+MAX_NAMED = 5  # file types named in a note
 WORD = re.compile(r"[a-z]+")  # words of a lower-case file name: cifar10-train-000.tar has cifar, train, tar
 # Original file name → source, splits to train and to evaluate on, and approximate shorter side of an image in pixels.
 KNOWN = {
@@ -457,7 +457,7 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     if not paths:
         skipped.update(file.suffix or file.name for file in root.glob("[!.]*") if file.is_file())
     if skipped:
-        kinds = ", ".join(f"{count:,} × {printable(kind)}" for kind, count in skipped.most_common(MOST_NAMED))
+        kinds = ", ".join(f"{count:,} × {printable(kind)}" for kind, count in skipped.most_common(MAX_NAMED))
         image_set.notes.append(f"{kinds}: excluded, because they are not {', '.join(IMAGES)}")
     image_set.open_some(list(zip(paths, repeat(0), repeat(-1), strict=False)))
     return image_set

@@ -38,7 +38,7 @@ from pipeline.variables import restored
 DETAILED = 6  # number of newest training stages shown in detail; a sweep can have hundreds
 MOST_RESULTS = 6  # maximum number of results in the first line of the report
 MOST_ROWS = 200  # maximum number of rows of a table
-MOST_LINES = 12  # maximum number of lines in a chart
+MAX_LINES = 12  # maximum number of lines in a chart
 MOST_CLASSES = 30  # number of listed classes, those with the lowest accuracy
 # Title of each chart, in page order → plotted field of metrics.jsonl.
 CURVES = {
@@ -212,7 +212,7 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         title = "held-out evaluations, 95 % intervals"
         if len(by_name) == 1:
             title = f"held-out {evaluated[0].name}, 95 % intervals"
-        drawn.append(charts.line_chart(title, lines[:MOST_LINES], reach=reach, is_share=True))
+        drawn.append(charts.line_chart(title, lines[:MAX_LINES], reach=reach, is_share=True))
     # 3. Sample images and accuracy per class of the newest evaluation.
     predictions = None
     classes: list[ClassAccuracy] = []
@@ -347,7 +347,7 @@ def sweep_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
             steps = other.steps
             lines.append(Line(other.name, steps.samples_seen, steps.loss, number=len(lines), is_smoothed=True))
     if lines:
-        values["losses"] = charts.line_chart("training loss of the runs", lines[:MOST_LINES])
+        values["losses"] = charts.line_chart("training loss of the runs", lines[:MAX_LINES])
     return values
 
 
@@ -407,7 +407,7 @@ def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, A
     metric = ""
     results = []
     for number, (run_name, stage) in enumerate(of_runs.items()):
-        if number < MOST_LINES:
+        if number < MAX_LINES:
             for chart, lines in curves(stage).items():
                 charted.setdefault(chart, []).append(lines[0]._replace(label=run_name, number=number))
         evaluated = evaluations(stage)

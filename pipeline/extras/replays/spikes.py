@@ -31,7 +31,7 @@ from pipeline.values import counted
 if TYPE_CHECKING:
     from pipeline.worker import Job, Progress, Setup
 
-MOST_NAMED = 4  # samples named in the log line about a mask
+MAX_NAMED = 4  # samples named in the log line about a mask
 
 
 @dataclass(frozen=True)
@@ -144,4 +144,4 @@ def culprit_samples(directory: Path) -> list[dict[str, Any]]:
 
 def names_of(samples: Sequence[Mapping[str, Any]]) -> str:
     """Return the shards and keys of the first few culprits, for a log line."""
-    return ", ".join(f"{sample['shard']} {sample['key']}" for sample in samples[:MOST_NAMED])
+    return ", ".join(f"{sample['shard']} {sample['key']}" for sample in samples[:MAX_NAMED])
