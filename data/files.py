@@ -538,7 +538,7 @@ def room_remedy(error: OSError) -> str:
 
 
 def existing_folder(path: Path) -> Path:
-    """Return the path itself or its nearest parent that is an existing folder."""
+    """Return the nearest existing folder among the path itself and its parents."""
     folder = path.absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent

@@ -174,13 +174,13 @@ def tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
 
 
 def check_weights(weights: dict[str, Tensor], config: ModelConfig) -> None:
-    """Raise ValueError listing every key of `weights` that is missing, unknown or has the wrong shape for `config`."""
+    """Raise ValueError listing all missing, unknown and wrongly shaped keys of `weights` for a model with `config`."""
     expected = tensor_shapes(empty(config).named_parameters())
     check_shapes(tensor_shapes(weights.items()), expected, config.family)
 
 
 def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: str) -> None:
-    """Raise ValueError listing every key of `shapes` that is missing, unknown or has an unexpected shape."""
+    """Raise ValueError listing all missing, unknown and wrongly shaped keys of `shapes`, compared with `expected`."""
     # List all problems at once: fixing a file by hand should not take one run per key.
     wrong = []
     for name, shape in expected.items():

@@ -16,7 +16,7 @@ from models import checks
 from models.configs import ROPES, ViTConfig
 
 # B batch, T tokens (prefix first, then the grid row by row), N = rows x columns, D width, H heads, d = D/H
-# S = slots + N entries of a table; slots is the number of prefix tokens that have an entry
+# S = slots + N entries of a table; slots is the number of prefix tokens with an entry
 Grid = tuple[int, int]  # (rows, columns)
 Rotation = tuple[Tensor, Tensor]  # cosine and sine, each (1 or H, T, d), or (B, 1 or H, T, d)
 

@@ -7,7 +7,7 @@
 2. `Block`, `MapHead`, `ViT`                            the model: embed, encode, features, head
 3. `AxialViT`                                           a ViT whose blocks attend along rows and columns
 
-The switches of later ViTs (SWITCHES in configs.py) act when the model is built: a layer that is off is None.
+The switches of later ViTs (SWITCHES in configs.py) act when the model is built: a disabled layer is None.
 
 Every parameter belongs to a submodule that is called, never to the model itself: ZeRO-3 gathers parameters when their
 module runs, so `features` and `encode` work under ZeRO-3 too.

@@ -1,8 +1,8 @@
 // Decode a region of a JPEG at a reduced DCT scale, and add restart markers without touching a pixel.
 //
-// Compiled on first use by data/images/jpeg.py and linked to the libjpeg-turbo that comes inside Pillow's wheel, whose
-// headers are nowhere on most machines: so the public structs of its 6.2 interface (frozen since 1998) are declared
-// here as far as they are used. The library compares their sizes with its own and refuses any mismatch.
+// Compiled on first use by data/images/decode.py, and linked to the libjpeg-turbo in Pillow's wheel. Most machines do
+// not have its headers, so the parts used of the public structs of its 6.2 interface (frozen since 1998) are declared
+// here. The library compares the structs' sizes with its own, and rejects a mismatch.
 
 #include <csetjmp>
 #include <cstdint>
@@ -23,7 +23,7 @@ struct ErrorManager {
     void* rest[4];
 };
 
-struct Common {  // what both structs begin with
+struct Common {  // the first fields of both structs
     ErrorManager* err;
     void *mem, *progress, *client;
     int is_decompressor, state;

@@ -203,7 +203,7 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
 
 
 def count_repeated(result: Walk) -> None:
-    """Count samples that have the key of an earlier sample; `tar -r` creates them if it appends a changed file."""
+    """Count samples with the key of an earlier sample; `tar -r` creates such samples by appending a changed file."""
     keys = {row.key for row in result.rows}
     if len(keys) < len(result.rows):
         for key, count in Counter(row.key for row in result.rows).items():
@@ -212,7 +212,7 @@ def count_repeated(result: Walk) -> None:
 
 
 def first_part(extensions: Iterable[str], parts: Mapping[str, Part], absent: Part) -> Part:
-    """Return the part for the first of the extensions that is in `parts`; `absent` if none of them is."""
+    """Return the part for the first extension found in `parts`, or `absent` if there is none."""
     for extension in extensions:
         if extension in parts:
             return parts[extension]

@@ -24,7 +24,7 @@ from models.vit import Attention, Block, ViT, ViTConfig, position_table
 
 
 def vit_of(model: nn.Module) -> ViT:
-    """Return a model that is a ViT, or the ViT inside a masked-prediction model; raise ValueError for other models."""
+    """Return the model if it is a ViT, or the ViT inside a masked-prediction model; otherwise raise ValueError."""
     vit = getattr(model, "vit", model)
     if not isinstance(vit, ViT):
         raise ValueError(f"expected a Vision Transformer, found a {type(model).__name__}")

@@ -131,8 +131,8 @@ def load(path: str | Path, **config: object) -> Model:
     """Load a model in eval mode and float32 from any supported file or directory.
 
     The architecture is inferred from the keys and shapes, and from a config file next to the weights; `config` sets
-    fields that these do not determine. Raises ValueError listing every key that is missing, unknown or has the wrong
-    shape, or every tensor that contains NaN or infinity.
+    fields that these do not determine. Raises ValueError listing every missing, unknown or wrongly shaped key, or every
+    tensor with NaN or infinity.
     """
     file = Path(path)
     directory = file if file.is_dir() else file.parent

@@ -224,7 +224,7 @@ class StageCheckpoints:
     # ------------------------------------------------------------------------ starting
 
     def choose(self, attempt: int, log: Log) -> tuple[str, Manifest] | None:
-        """Return the newest checkpoint that has all its files, and quarantine damaged ones; rank 0 only.
+        """Return the newest complete checkpoint, and quarantine damaged ones; rank 0 only.
 
         Returns None if no checkpoint was ever committed. Leftover files of uncommitted saves are deleted first, so that
         they can no longer be committed. Raises RunOwned if a newer attempt owns the run. Raises CheckpointError if a

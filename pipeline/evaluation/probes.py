@@ -1,4 +1,4 @@
-"""Probes measure the quality of frozen features with simple classifiers that are fitted to a training set.
+"""Probes measure the quality of frozen features with simple classifiers fitted to a training set.
 
   few_shot   ridge regression on a few images per class, in closed form
   linear     the same on all images
@@ -71,7 +71,7 @@ class Outcome:
 
 
 class LinearMap(NamedTuple):
-    """A linear map that was fitted by regularised least squares."""
+    """A linear map fitted by regularised least squares."""
 
     mean: Tensor  # (D,)
     std: Tensor  # (D,)

@@ -35,7 +35,7 @@ SIDES: tuple[Side, ...] = get_args(Side)
 
 @dataclass(frozen=True)
 class Compared:
-    """A data set that was part of the leak search."""
+    """A data set compared in the leak search."""
 
     path: str
     digest: str

@@ -35,8 +35,7 @@ loss_of = hf.loss_of
 def load(path: str | Path, config: ConfigFields) -> tuple[dict[str, Tensor], ModelConfig]:
     """Load another project's weights: return the state dict and config; `config` sets fields missing from the files.
 
-    Raises ValueError listing every key that is missing, unknown or of the wrong shape, or every tensor that contains
-    NaN or infinity.
+    Raises ValueError listing every missing, unknown or wrongly shaped key, or every tensor with NaN or infinity.
     """
     file = Path(path)
     if ".npz" in file.name:

@@ -613,7 +613,7 @@ class BEiT(Family):
         *Family.rules,
         (r"\.scale([12])\.gamma$", r".lambda_\1"),
         (r"^pool_norm\.", "pooler.layernorm."),
-        (r"^prefix\.registers$", "embeddings.cls_token"),  # a class token that is not pooled is a register
+        (r"^prefix\.registers$", "embeddings.cls_token"),  # an unpooled class token is a register
     )
     unread = (r"mask_token$", r"relative_position_index$")
     undescribed = ("qkv_bias", "pooler_act", "pooler_output_size")
