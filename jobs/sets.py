@@ -297,7 +297,7 @@ def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, give
     rename = cfg.rename
     if cfg.source == "tars" and not own:
         rename = {}
-    return number(own, target, rename=rename, keep=cfg.keep, name=name, giver=giver)
+    return number(own, target, rename=rename, keep=cfg.keep, name=name, target_name=giver)
 
 
 def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:

@@ -17,7 +17,7 @@ from data.index.names import Names
 from data.index.shard import table_path
 from data.shards.indexing import build_index, problem_of
 from data.shards.packing import pack
-from data.shards.reader import MOST_LINES, unusable_shards
+from data.shards.reader import MAX_LINES, unusable_shards
 from data.shards.subset import Part, make_subsets, summary
 from data.sources.folders import files_of, folder_classes, images_below
 from data.sources.numbering import Numbering
@@ -247,10 +247,10 @@ class Pack(StageKind):
         if problems:
             # A lost disk can mean thousands of shards: list a few and count the rest.
             lines = [f"{len(problems)} files packed by {folder.name} are missing or damaged:"]
-            for path in list(problems)[:MOST_LINES]:
+            for path in list(problems)[:MAX_LINES]:
                 lines.append(f"  {path}: {problems[path]}")
-            if len(problems) > MOST_LINES:
-                lines.append(f"  … and {len(problems) - MOST_LINES} more")
+            if len(problems) > MAX_LINES:
+                lines.append(f"  … and {len(problems) - MAX_LINES} more")
             # A damaged index would also prevent packing again, so the command removes it.
             unreadable = []
             for path, problem in problems.items():

@@ -11,14 +11,14 @@ from data.index.index import Index
 from jobs import cluster_config
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
 from jobs.stages.training import allowed_worlds
-from pipeline.extras.plan.cost import GPUS, MOST_SHARE, Assumptions
+from pipeline.extras.plan.cost import GPUS, MAX_SHARE, Assumptions
 from pipeline.extras.plan.memory import GIB, describe_need, memory_need
 from pipeline.extras.plan.memory_traces import TraceFailed
 from pipeline.process_group import memory_free
 from pipeline.training_config import TrainConfig, has_whole_images
 from pipeline.training_data import steps_of
 
-GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # FLOP/s of a GPU in the best case
+GPU_FLOPS = MAX_SHARE * GPUS["h100"].peak  # FLOP/s of a GPU in the best case
 CPU_RATE = 650.0  # ImageNet-1k images/s decoded by a busy core (e2babf2); 925 if idle, benchmarks/README.md
 MAX_PROCESSES = 128  # maximum number of decoding processes to recommend per GPU: the cores per GPU of a large node
 
@@ -110,7 +110,7 @@ def feed(facts: TrainedFacts) -> Iterator[CheckVerdict]:
     needed = GPU_FLOPS / models.training_flops(facts.model, 1)  # images/s
     needed_cores = math.ceil(needed / rate)
     text = (
-        f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at {MOST_SHARE:.0%}, the best case) trains on "
+        f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at {MAX_SHARE:.0%}, the best case) trains on "
         f"{needed:,.0f} images/s; a core decodes {rate:,.0f} images/s ({source}); "
     )
     processes = f"data.processes={cfg.data.processes}"

@@ -243,6 +243,6 @@ def test_deepspeed_sees_two_parameters_per_block_and_hooks_only_blocks(trained, 
     assert result["layers_hold"] == 0
     for hooks in result["hooks"]:
         # The hook that splits the block comes after the one that gathers it, and its layers have no hooks.
-        assert hooks[-1] == "Views.put"
-        assert hooks.count("Views.put") == 1
+        assert hooks[-1] == "Views.set_views"
+        assert hooks.count("Views.set_views") == 1
         assert len(hooks) == (3 if CASES[number]["zero"] == 3 else 1)
