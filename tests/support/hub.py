@@ -43,6 +43,7 @@ class Hub:
         self.page = 1000  # entries of a page of the listing
         self.is_gated = False  # files only with TOKEN
         self.is_private = False  # everything only with TOKEN
+        self.has_lfs = True  # the listing has the sha256 of files
         self.throttled = 0.0  # fraction of requests that are refused with 429
         self.retry_after = "1"  # seconds
         self.expires_s = 3600.0  # life of a signed address
@@ -117,8 +118,9 @@ class Hub:
             if len(below) == 1 or is_recursive:
                 content = file.read_bytes()
                 digest = hashlib.sha256(content).hexdigest()
-                lfs = {"oid": digest, "size": len(content), "pointerSize": 134}
-                entries[name] = {"type": "file", "path": name, "oid": "1" * 40, "size": len(content), "lfs": lfs}
+                entries[name] = {"type": "file", "path": name, "oid": "1" * 40, "size": len(content)}
+                if self.has_lfs:
+                    entries[name]["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 134}
         if not entries:
             return 404, b"{}", {"X-Error-Code": "EntryNotFound"}
         listed = list(entries.values())
