@@ -47,6 +47,8 @@ class Hub:
         self.throttled = 0.0  # fraction of requests that are refused with 429
         self.retry_after = "1"  # seconds
         self.expires_s = 3600.0  # life of a signed address
+        self.most_uses = 1 << 30  # requests after which a signed address counts as expired
+        self.uses: Counter[str] = Counter()  # by signature
         self.chance = random.Random(0)
         self.requests: Counter[str] = Counter()  # by kind: info, auth, tree, resolve, storage, 429, expired
         self.tokens: set[str] = set()  # Authorization headers that the Hub received
@@ -156,7 +158,11 @@ class Hub:
         query = parse_qs(url.query)
         commit, _, name = unquote(url.path).lstrip("/").partition("/")
         expires = float(query["expires"][0])
-        if query["signature"] != [self.signature(commit, name, expires)] or time.time() > expires:
+        signature = query["signature"][0]
+        with self.lock:
+            self.uses[signature] += 1
+            is_used_up = self.uses[signature] > self.most_uses
+        if is_used_up or signature != self.signature(commit, name, expires) or time.time() > expires:
             self.count("expired")
             return 403, b"<Error><Code>AccessDenied</Code></Error>", {}
         self.count("storage")
