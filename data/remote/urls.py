@@ -29,7 +29,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from email.message import Message
 from email.utils import parsedate_to_datetime
@@ -65,6 +65,9 @@ RENEW = (
     "renew them (aws sso login, gcloud auth application-default login, az login, or new values in the file or "
     "variables that the client reads), then run the same command again"
 )
+# S3's requests that answer 200 before they are done, and report a later error in the body; the client retries them:
+# https://docs.aws.amazon.com/AmazonS3/latest/API/API_CompleteMultipartUpload.html
+LATE_ERRORS = ("CompleteMultipartUpload", "CopyObject", "UploadPartCopy")
 CHECK_KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, and AWS_ENDPOINT_URL"
 # Error codes of stores, and exceptions of clients, that deny a request → the cause and the remedy.
 DENIALS = {
@@ -189,17 +192,27 @@ def refuse_error_page(url: str, content: bytes) -> None:
         raise StorageError(f"{redacted(url)}: {ErrorPage(words)}")
 
 
-def refuse_answer(response_dict: dict[str, Any], **_: object) -> None:
+def refuse_answer(event_name: str, response_dict: dict[str, Any] | None, **_: object) -> None:
     """Raise ErrorPage if S3's response to a request other than a read is an error page; a botocore hook.
 
-    botocore would parse an HTML page as an empty list of objects. Before it calls this hook, it converts XML and JSON
-    error pages to errors, which are retried.
+    botocore would parse an HTML page as an empty list of objects, and retry XML and JSON pages like a status of 500.
     """
-    body = response_dict.get("body")
-    if isinstance(body, bytes) and response_dict.get("status_code") == http.client.OK and ERROR.match(body):
-        words = words_of(body)
-        if words:
-            raise ErrorPage(words)
+    # The body of a read is a stream.
+    body = response_dict and response_dict.get("body")
+    if (
+        response_dict is not None
+        and isinstance(body, bytes)
+        and response_dict.get("status_code") == http.client.OK
+        and event_name.rpartition(".")[2] not in LATE_ERRORS
+    ):
+        refuse_page(body)
+
+
+def refuse_page(answer: bytes) -> None:
+    """Raise ErrorPage if the body of a response that should be a store's XML or JSON is an error page."""
+    words = words_of(answer) if ERROR.match(answer) else ""
+    if words:
+        raise ErrorPage(words)
 
 
 def size_of(url: str, timeout_s: float) -> int:
@@ -461,6 +474,33 @@ def forget_credentials() -> None:
     client.cache_clear()
 
 
+async def ask_azure(sent: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+    """Send one request of Azure's client. Raises ErrorPage if an error page arrives instead of a list of objects."""
+    answer = await sent(request)
+    if "comp=list" in request.http_request.url and answer.http_response.status_code == http.client.OK:
+        refuse_page(answer.http_response.body())
+    return answer
+
+
+async def ask_google(
+    asked_once: Callable[..., Awaitable[Any]],
+    filesystem: AbstractFileSystem,
+    method: str,
+    path: str,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Send one request of gcsfs. Raises ErrorPage if an error page arrives instead of the JSON of a list or an object.
+
+    gcsfs would retry HTML and XML pages, and take a JSON page for an empty list.
+    """
+    answer = await asked_once(filesystem, method, path, *args, **options)
+    # Reads have complete URLs as paths; an object may contain anything.
+    if path.startswith("b/"):
+        refuse_page(answer[-1])
+    return answer
+
+
 # Cached, because a client keeps its connections and its login.
 @lru_cache(maxsize=8)
 def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
@@ -500,7 +540,7 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
             from aiobotocore.session import get_session
 
             session = get_session()
-            session.register("before-parse.s3", refuse_answer)
+            session.register("response-received.s3", refuse_answer)
             options["session"] = session
         filesystem = fsspec.filesystem(PROTOCOLS[scheme], **options)
     except ImportError:
@@ -513,10 +553,11 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
             filesystem.retries = min(filesystem.retries, 1)  # s3fs's own retries, around those of botocore
         elif scheme == "gs":
             asked_once = type(filesystem)._request.__wrapped__  # without gcsfs's six attempts in 35 s
-            filesystem._request = partial(asked_once, filesystem)
+            filesystem._request = partial(ask_google, asked_once, filesystem)
         else:
             policy = filesystem.service_client._config.retry_policy
             policy.total_retries = min(policy.total_retries, 0)  # Azure's retries take 83 s
+            policy.send = partial(ask_azure, policy.send)
     except AttributeError as error:
         raise DataError(
             f"{scheme}://: cannot disable the retries of {package} {version(package)} ({error}); "
