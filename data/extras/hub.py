@@ -5,7 +5,7 @@ How a set on the Hub is read:
    index names this commit, so all nodes and all later commands read the same files.
 2. `file_system` returns huggingface_hub's client, which lists the files: one listing for a set, not one for a worker.
 3. `request_file` reads a byte range. The Hub redirects to a signed address of its storage. Later requests use this
-   address directly, which spares the Hub's rate limit, until it expires; then the Hub is asked for another one.
+   address directly, which spares the Hub's rate limit. When it has expired, the next request goes to the Hub again.
 
     pin("hf://datasets/me/photos/train/*.tar", Path("indexes/photos"), cache.patiently, 30.0)
     →   hf://datasets/me/photos@6f1c…/train/*.tar        indexes/photos/hub.json: {"datasets/me/photos@main": "6f1c…"}

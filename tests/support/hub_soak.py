@@ -18,6 +18,7 @@ import argparse
 import hashlib
 import os
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -112,7 +113,7 @@ def parts_of(order: Order, reader: int) -> Iterator[list[tuple[int, int]]]:
         yield list(zip(shard[slots].tolist(), sample[slots].tolist(), strict=True))
 
 
-def read(index: Index, order: Order, reader: int, cache: CacheConfig | None, duration_s: float) -> str:
+def read(index: Index, order: Order, reader: int, cache: CacheConfig, duration_s: float) -> str:
     """Read a reader's samples of all steps, spread over a time; return a digest of their keys and contents."""
     shards = ShardReader(index, cache=cache)
     digest = hashlib.sha256()
@@ -123,6 +124,27 @@ def read(index: Index, order: Order, reader: int, cache: CacheConfig | None, dur
             digest.update(b"\0".join([key.encode(), image, label]))
         time.sleep(max(0.0, began + (step + 1) * duration_s / STEPS - time.monotonic()))
     return digest.hexdigest()
+
+
+def expected_digests(tars: list[Path], order: Order, readers: int) -> list[str]:
+    """Return the digests that the readers must report, from the local tars as Python's tarfile reads them."""
+    contents = []
+    for path in tars:
+        samples = []
+        with tarfile.open(path) as tar:
+            members = [(member.name, tar.extractfile(member).read()) for member in tar]
+        # `pack` writes the label and the image of each sample, next to each other.
+        for (_, label), (name, image) in zip(members[::2], members[1::2], strict=True):
+            samples.append(b"\0".join([name.partition(".")[0].encode(), image, label]))
+        contents.append(samples)
+    digests = []
+    for reader in range(readers):
+        digest = hashlib.sha256()
+        for places in parts_of(order, reader):
+            for shard, sample in places:
+                digest.update(contents[shard][sample])
+        digests.append(digest.hexdigest())
+    return digests
 
 
 def needed_bytes(index: Index, order: Order, readers: int) -> int:
@@ -147,7 +169,7 @@ def soak(folder: Path, readers: int, duration_s: float, shards: int) -> Outcome:
     local = pack(samples(shards), folder / "local", name="train", shard_samples=SHARD_SAMPLES)
     files = {f"train/{shard.name}": Path(local.location(number)) for number, shard in enumerate(local.shards)}
     order = Order(local.shard_samples, seed=0, batch_size=SLOTS * readers)
-    expected = [read(local, order, reader, None, 0.0) for reader in range(readers)]
+    expected = expected_digests(list(files.values()), order, readers)
     failures: list[str] = []
 
     def guarded(reader: int) -> str:
@@ -165,10 +187,13 @@ def soak(folder: Path, readers: int, duration_s: float, shards: int) -> Outcome:
         server.most_uses = 3
         server.page = 50
         os.environ["HF_TOKEN"] = TOKEN
-        index = build_index("hf://datasets/me/photos/train/*.tar", output=folder / "index", name="train")
+        url = "hf://datasets/me/photos/train/*.tar"
+        index = build_index(url, output=folder / "index", name="train", workers=16)
         server.commits["b" * 40] = {}
         server.main = "b" * 40
         server.bytes = 0
+        print(f"hub-soak: {shards} shards indexed, requests at the Hub: {dict(server.requests)}", flush=True)
+        server.requests.clear()
         began = time.monotonic()
         with ThreadPoolExecutor(readers) as pool:
             digests = list(pool.map(guarded, range(readers)))

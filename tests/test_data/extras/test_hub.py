@@ -112,6 +112,7 @@ def test_token_is_sent_to_the_hub_but_not_to_its_storage_and_is_in_no_file(
 ) -> None:
     server.is_gated = server.is_private = True
     server.throttled = 0.2
+    server.retry_after = "0"
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert main(["index", f"{SET}/train/*.tar", "--output", str(tmp_path / "index")]) == 0
     assert server.tokens == {f"Bearer {TOKEN}"}

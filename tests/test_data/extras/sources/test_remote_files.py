@@ -55,6 +55,7 @@ def test_packed_bytes_are_those_of_local_files(
     # Files of this size or less are downloaded before their columns are inspected.
     monkeypatch.setattr(remote_files, "SMALLEST", smallest)
     server.throttled = 0.2
+    server.retry_after = "0"
     options = ["--shard-samples", "50", "--name", "train"]
     assert main(["pack", "parquet", str(folder), str(tmp_path / "local"), *options]) == 0
     assert main(["pack", "parquet", f"{SET}/{pattern}", str(tmp_path / "remote"), *options]) == 0
