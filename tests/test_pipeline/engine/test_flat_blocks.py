@@ -224,6 +224,7 @@ def switched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, 
     return results
 
 
+@pytest.mark.timeout(600)  # compiling takes minutes on a busy machine
 @pytest.mark.parametrize("name", SWITCHES)
 def test_models_with_switches_train_like_plain_torch_in_exact_mode_and_compiled(switched, name):
     number = list(SWITCHES).index(name)
