@@ -21,7 +21,7 @@ from data.index.shard import IMAGES, is_image
 from data.sources.samples import Sample
 from data.walk import class_folders_in, files_below, matching
 
-MOST_KINDS = 10  # kinds of skipped files that a warning lists
+MAX_KINDS = 10  # kinds of skipped files that a warning lists
 
 
 class ListedFile(NamedTuple):
@@ -117,7 +117,7 @@ def warn_of_others(root: str | os.PathLike[str], skipped: Counter[str]) -> None:
 
 def in_words(kinds: Counter[str]) -> str:
     """Return counts of files by kind as text: "3 × .tif, 1 × hidden file"."""
-    return ", ".join(f"{count} × {printable(kind)}" for kind, count in kinds.most_common(MOST_KINDS))
+    return ", ".join(f"{count} × {printable(kind)}" for kind, count in kinds.most_common(MAX_KINDS))
 
 
 def folder_classes(root: str | os.PathLike[str], skipped: Counter[str] | None = None) -> Names:

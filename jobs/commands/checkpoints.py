@@ -14,7 +14,7 @@ from jobs.commands.stored_runs import opened
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.checkpoints.needed import needed_steps
-from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT
+from pipeline.checkpoints.stage_checkpoints import MIN_KEPT
 from pipeline.monitoring.telemetry import read_metrics, scores_of
 
 SavedRun = Annotated[
@@ -70,8 +70,8 @@ def prune(path: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Deb
     The newest checkpoints are verified first; if any is damaged, nothing is deleted. Checkpoints waiting for an
     evaluation, and the best checkpoint if the recipe keeps it, are not deleted either.
     """
-    if keep < LEAST_KEPT:
-        raise UsageError(f"--keep is {keep}, expected {LEAST_KEPT} or more, in case one checkpoint is damaged")
+    if keep < MIN_KEPT:
+        raise UsageError(f"--keep is {keep}, expected {MIN_KEPT} or more, in case one checkpoint is damaged")
     with opened(path) as run:
         # Verify all stages before deleting anything, so that no good checkpoint is deleted in favour of a damaged one.
         for checkpoints in run.stages:

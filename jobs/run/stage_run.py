@@ -71,7 +71,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     files = outcome.pop("files", {})
     write_provenance(context, inputs, outcome)
     # Digests of weights come from the worker that wrote them and read them back.
-    other_files = [name for name in artifacts.HANDED_ON if name not in files]
+    other_files = [name for name in artifacts.OUTPUT_FILES if name not in files]
     files = {**files, **artifacts.digests(directory, other_files)}
     finished = time.time()
     seconds = round(earlier_s + finished - began, 1)

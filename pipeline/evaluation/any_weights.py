@@ -30,7 +30,7 @@ def is_foreign(path: str) -> bool:
 
 
 def files_of(path: str) -> list[Path]:
-    """Return another project's weights file and the files that describe it; `file.npz:img` names a part of a file."""
+    """Return another project's weights file and the files describing it; `file.npz:img` refers to a part of a file."""
     if ".npz" in Path(path).name:
         file = Path(path)
         if not file.exists():
@@ -72,11 +72,11 @@ def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
 
 
 def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
-    """Return the weights' training sets, {"path", "digest", "part_of"} each, and the path at which the records end.
+    """Return the weights' training sets, each as {"path", "digest", "part_of"}, and the path at which the records end.
 
     That path is "" if the records are complete. The records are the provenance.json of the weights' stage, of the stage
-    that it started from, and so on; they contain the digests that the data sets had at that time. Imported and exported
-    weights and other projects' weights have no such record. Raises DataError for an altered record.
+    that it started from, and so on; they contain the digests that the data sets had during training. Imported and
+    exported weights and other projects' weights have no such record. Raises DataError for an altered record.
     """
     sets: dict[str, dict[str, str | None]] = {}
     sha256: str | None = None  # digest of the weights that the previous stage started from

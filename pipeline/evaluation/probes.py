@@ -73,7 +73,7 @@ class Classifier(Protocol):
 
 
 class LinearMap(NamedTuple):
-    """A linear map that was fitted by regularised least squares."""
+    """A linear map fitted by regularised least squares."""
 
     mean: Tensor  # (D,)
     std: Tensor  # (D,)
@@ -108,7 +108,7 @@ def standardised(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
-    """Fit the closed-form linear map to the shots drawn with every seed; the values are named 1shot, 5shot, …
+    """Fit the closed-form linear map to the shots drawn with each seed; the values are named 1shot, 5shot, …
 
     Seeds that pick the same images count as one draw: only the first of these seeds has a result.
     """

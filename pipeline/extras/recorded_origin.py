@@ -13,7 +13,7 @@ from pipeline.variables import restored
 
 
 def recorded_loss(path: str) -> str | None:
-    """Return the loss that trained the weights' head, sigmoid or softmax; None if it is not recorded.
+    """Return the loss with which the weights' head was trained, sigmoid or softmax; None if it is not recorded.
 
     The loss is read from the record of the stage that trained the weights, also after a resize, an import or an export,
     or from the `problem_type` in a transformers folder. Raises DataError for an altered record.
@@ -30,10 +30,10 @@ def recorded_loss(path: str) -> str | None:
 
 
 def recorded_form(path: str) -> dict[str, Any] | None:
-    """Return the form in which weights were imported (models/extras/weights/formats.py); None for other weights.
+    """Return the architecture from which weights were imported, as another library names it; None if not imported.
 
-    The form is recorded by the import from which the weights' first stage started. Raises DataError for an altered
-    record.
+    It is the result of `form_of` in models/extras/weights/formats.py, recorded by the import from which the weights'
+    first stage started. Raises DataError for an altered record.
     """
 
     def foreign_form(weights: str) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ The content of a path is recognised in this order, and the first match wins:
    without classes.
 
 The counts come from tar headers, label columns and file names. Only the headers of a few hundred images, evenly spread
-over the set, are read.
+over the data set, are read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TRAIN = ("train", "training")
 TEST = ("val", "validation", "valid", "test", "testing", "eval", "dev")
 OPENED = 256  # images whose headers are read
 KEPT = 32  # images whose bytes are kept, to measure the decoding speed
-MOST_NAMED = 5  # file types named in a note
+MAX_NAMED = 5  # file types named in a note
 WORD = re.compile(r"[a-z]+")  # words of a lower-case file name: cifar10-train-000.tar has cifar, train, tar
 # Original file name → source, splits to train and to evaluate on, and approximate shorter side of an image in pixels.
 KNOWN = {
@@ -104,7 +104,7 @@ class FoundSet:
 
     @property
     def classes(self) -> int:
-        """Number of outputs of a classifier for this set; 0 without labels."""
+        """Number of outputs of a classifier for these images; 0 without labels."""
         if self.are_ids:
             return max(map(int, self.class_counts), default=-1) + 1
         return len(self.class_counts)
@@ -400,7 +400,7 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
 
 
 def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
-    """Return the statistics of the set at a path; raises DataError if it has no supported format."""
+    """Return the statistics of the images at a path; raises DataError if their format is not supported."""
     path = Path(place)
     if path.is_dir():
         if len(list(path.glob(f"[!.]*{SUFFIX}"))) == 1 and not unlabelled:
@@ -427,7 +427,7 @@ def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
 
 
 def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
-    """Inspect a folder that has one sub-folder of images per class, or that contains unlabelled images."""
+    """Inspect a folder with one sub-folder of images per class, or a folder of unlabelled images."""
     image_set = FoundSet("folder", str(root))
     skipped: Counter[str] = Counter()
     paths: list[Path] = []
@@ -475,7 +475,7 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     if not paths:
         skipped.update(file.suffix or file.name for file in root.glob("[!.]*") if file.is_file())
     if skipped:
-        kinds = ", ".join(f"{count:,} × {printable(kind)}" for kind, count in skipped.most_common(MOST_NAMED))
+        kinds = ", ".join(f"{count:,} × {printable(kind)}" for kind, count in skipped.most_common(MAX_NAMED))
         image_set.notes.append(f"{kinds}: excluded, because they are not {', '.join(IMAGES)}")
     image_set.open_some(list(zip(paths, repeat(0), repeat(-1), strict=False)))
     return image_set
@@ -603,7 +603,7 @@ def inspect_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
 
 
 def inspect_index(folder: Path, report: Report) -> FoundSet:
-    """Inspect a packed or indexed set."""
+    """Inspect a packed or indexed data set."""
     index = load_index(folder)
     image_set = FoundSet("index", str(folder), index.samples, are_ids=not index.names)
     for label, count in enumerate(index.class_counts):

@@ -78,7 +78,7 @@ def leaks(
             for name, value in sorted(model.state_dict().items()):
                 digest.update(name.encode())
                 digest.update(value.detach().cpu().contiguous().numpy().tobytes())
-            embeddings = leak_embedding.find_alike(
+            embeddings = leak_embedding.find_similar(
                 model,
                 (weights, digest.hexdigest()),
                 train_sets.values(),

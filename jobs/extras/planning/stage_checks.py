@@ -19,14 +19,14 @@ from data.shards.reader import ShardReader
 from jobs import cluster_config
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
 from jobs.stages.training import allowed_worlds
-from pipeline.extras.plan.cost import GPUS, MOST_SHARE, Assumptions
+from pipeline.extras.plan.cost import GPUS, MAX_SHARE, Assumptions
 from pipeline.extras.plan.memory import GIB, describe_need, memory_need
 from pipeline.extras.plan.memory_traces import TraceFailed
 from pipeline.process_group import memory_free
 from pipeline.training_config import TrainConfig, has_whole_images
 from pipeline.training_data import steps_of
 
-GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # FLOP/s of a GPU in the best case
+GPU_FLOPS = MAX_SHARE * GPUS["h100"].peak  # FLOP/s of a GPU in the best case
 CPU_RATE = 650.0  # ImageNet-1k images/s decoded by a busy core (e2babf2); 925 if idle, benchmarks/README.md
 MEASURED = 128  # images decoded to measure the decoding speed
 MAX_PROCESSES = 128  # maximum number of decoding processes to recommend per GPU: the cores per GPU of a large node
@@ -119,7 +119,7 @@ def feed(facts: TrainedFacts) -> Iterator[CheckVerdict]:
     needed = GPU_FLOPS / models.training_flops(facts.model, 1)  # images/s
     needed_cores = math.ceil(needed / rate)
     text = (
-        f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at {MOST_SHARE:.0%}, the best case) trains on "
+        f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at {MAX_SHARE:.0%}, the best case) trains on "
         f"{needed:,.0f} images/s; a core decodes {rate:,.0f} images/s ({source}); "
     )
     processes = f"data.processes={cfg.data.processes}"
@@ -174,7 +174,7 @@ def memory(facts: TrainedFacts) -> Iterator[CheckVerdict]:
 
 
 def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float | None:
-    """Measure how many images of the first non-empty shard one core decodes per second; None if reading fails."""
+    """Measure how many images per second one core decodes from the first non-empty shard; None if reading fails."""
     filled_shards = np.flatnonzero(index.shard_samples)
     if len(filled_shards) == 0:
         return None
