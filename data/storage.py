@@ -208,8 +208,8 @@ class Folder:
         """Return a local folder with the files of a set.
 
         If the files are copied from the storage, `check` must accept the copy; a bad copy is fetched once more. With
-        `anew`, `check` always reads the current files of the storage. Raises StorageError, OSError, and errors of
-        `check`; for copies, those of the second copy.
+        `anew`, `check` always reads the current files of the storage. Raises StorageError, OSError, and the errors of
+        `check`; if both copies are bad, the error for the second one.
         """
         path = self.local / folder / name
         if anew:

@@ -188,9 +188,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class TrainConfig(SavingConfig, EngineConfig):
-    """The config of a trained stage; its defaults, except for `optim.clip`, are the paper's for ViT-B/16 (table 3).
+    """The config of a trained stage; its defaults are those of the paper's ViT-B/16 (table 3), except for `optim.clip`.
 
-    They are the values for pretraining on JFT-300M.
+    The paper uses these values for pretraining on JFT-300M.
 
     The objective "masked" (paper, B.1.2) trains a "Masked-…" model; `target`, `corrupted`, `masked` and `swapped` are
     keys of `model`. Labels are not read and may be missing. A later stage can fine-tune the ViT inside this model.

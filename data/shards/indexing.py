@@ -186,7 +186,7 @@ class IndexJob:
     sha256: str  # of a tar that stays in the cache; empty for others
 
     def opened(self) -> AbstractContextManager[BufferedReader | BufferedRandom]:
-        """Return the tar as a file of this machine, downloaded if it is remote. Raises DataError, StorageError."""
+        """Return the path of the tar on this machine; download it if it is remote. Raises DataError, StorageError."""
         place = f"{self.directory}/{self.name}"
         if self.cache is None:
             return open(place, "rb")
@@ -342,7 +342,7 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
 
 
 def check_kept(url: str) -> None:
-    """Raise DataError unless a URL is allowed to be read, and to be stored in an index."""
+    """Raise DataError unless a URL may be read and may be stored in an index."""
     check_url(url)
     if not urlsplit(url).hostname:
         raise DataError(f"{redacted(url)}: has no bucket or host; expected a URL like s3://bucket/train")

@@ -225,7 +225,7 @@ def read_all_labels(
 def read_shard_labels(
     index: Index, cache: CacheConfig, wanted: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the concatenated labels of a shard's samples, and the number per sample; unusable labels are omitted.
+    """Return the concatenated labels of a shard's samples, and the number of labels per sample; omit unusable labels.
 
     `index` contains only this shard; only labels of `wanted` (N,) samples are read. A text is identified by its digest
     if it is a class id or name; for any other digest, the label of one sample is read.

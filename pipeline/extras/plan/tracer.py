@@ -70,7 +70,7 @@ Event = tuple[str, Kind, int]  # (phase, purpose of the memory, change in bytes)
 
 @dataclass(frozen=True)
 class TracedGroup:
-    """The fields of Group that an objective needs."""
+    """Stand-in for Group, with only the fields that an objective needs."""
 
     device: torch.device
     world: int = 1
@@ -78,14 +78,14 @@ class TracedGroup:
 
 @dataclass(frozen=True)
 class TracedData:
-    """The only field of StageData that an objective needs."""
+    """Stand-in for StageData, with the only field that an objective needs."""
 
     phases: Sequence[Phase]  # a single phase with full images
 
 
 @dataclass(frozen=True)
 class TracedWorker:
-    """The fields of Worker that an objective needs."""
+    """Stand-in for Worker, with only the fields that an objective needs."""
 
     cfg: TrainConfig
     group: TracedGroup
