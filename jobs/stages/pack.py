@@ -1,4 +1,4 @@
-"""The pack stage: pack images into WebDataset shards with an index, like `python -m jobs pack` in a recipe."""
+"""The pack stage: pack images into WebDataset shards with an index, as `python -m jobs pack` does without a recipe."""
 
 import shlex
 from collections import Counter
@@ -165,7 +165,7 @@ class Pack(StageKind):
                     raise DataError(f"{set_config.path} is unusable: {problem}")
             else:
                 check_apart(set_config, folder)
-                # `pack` skips shards that are already complete, so that the stage resumes.
+                # `pack` skips complete shards, so that the stage resumes.
                 index = pack(
                     samples_of(set_config, numbering),
                     folder,
@@ -189,7 +189,7 @@ class Pack(StageKind):
         return key != "path" or cfg.sets[name].source == "subset"
 
     def sets(self, cfg: PackConfig) -> Collection[str]:
-        """Return the names of the data sets."""
+        """Return the names of the data sets that the stage packs."""
         return cfg.sets
 
     def set_classes(self, cfg: PackConfig, name: str) -> int | str | None:
@@ -215,7 +215,7 @@ class Pack(StageKind):
             return None
 
     def missing(self, cfg: PackConfig) -> Iterator[str]:
-        """Yield a message for each source path that does not exist, and for each folder without class folders."""
+        """Yield a message for each missing source path, and for each folder without class folders."""
         for name, set_config in cfg.sets.items():
             for key, message in missing_paths(set_config).items():
                 yield f"sets.{name}.{key}: {message}"
@@ -265,7 +265,7 @@ class Pack(StageKind):
         for name, set_config in stage.config.sets.items():
             if set_config.source != "folder" or set_config.keep:
                 continue
-            # A packed data set does not depend on its source any more, so an unreadable source is not an error.
+            # A packed data set no longer depends on its source, so an unreadable source is not an error.
             with suppress(OSError):
                 images = images_if_newer(Path(set_config.path), packed_at, set_config.unlabelled)
                 before = packed[name]["samples"]  # includes images that cannot be decoded
@@ -289,7 +289,7 @@ def report_set(name: str, index: Index, context: Context) -> None:
 
 
 def images_if_newer(root: Path, moment: float, unlabelled: bool) -> int | None:
-    """Return the number of images in a folder; None if the folder has not changed since `moment` (Unix time, s)."""
+    """Count the images in a folder; return None if the folder has not changed since `moment` (Unix time, s)."""
     # Compare modification times of folders first, because listing a million images would be slow.
     folders = [root]
     if root.is_dir():

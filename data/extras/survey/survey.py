@@ -43,12 +43,20 @@ from data.extras.sources.tables import (
     table_columns,
     table_entries,
 )
+from data.extras.survey.leaves import write_leaf_table
 from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.names import NO_NAMES, PAIRS, NoLabel, are_pairs, gap_in_ids, ids_of, parse_labels, preview
 from data.index.shard import COMPRESSED, IMAGES, is_image
 from data.index.tar import DOTTED, first_part, mapped, walk
-from data.sources.folders import files_of, images_below, keys_of, refuse_loop
+from data.sources.folders import (
+    files_of,
+    images_below,
+    keys_of,
+    merged_folders,
+    refuse_loop,
+    sub_folders_with_images,
+)
 from data.sources.numbering import check_unicode_forms
 from data.walk import HIDDEN, SYSTEM_FOLDERS, class_folders_in, matching
 
@@ -179,11 +187,12 @@ class Sets:
         return max(1, round(self.train.images * (100 - self.held_out) / 100))
 
 
-def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
+def survey(place: str, *, unlabelled: bool = False, leaf_tables: str | None = None, report: Report) -> Sets:
     """Return the training set, and the evaluation set if there is one, found at a path.
 
-    With `unlabelled=True`, labels are ignored and there is no evaluation set. Raises DataError if there are no images,
-    or if their format is not supported.
+    With `unlabelled=True`, labels are ignored and there is no evaluation set. With `leaf_tables`, each innermost folder
+    is a class: the images are listed in the tables `{leaf_tables}-train.csv` and, if there is an evaluation set,
+    `{leaf_tables}-test.csv`. Raises DataError if there are no images, or if their format is not supported.
     """
     if "://" in place:
         raise DataError(
@@ -194,6 +203,10 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
     if known is not None:
         return known
     train_place, test_place = parts_of(place)
+    if leaf_tables is not None:
+        train_place = write_leaf_table(train_place, f"{leaf_tables}-train.csv")
+        if test_place is not None:
+            test_place = write_leaf_table(test_place, f"{leaf_tables}-test.csv")
     train = inspect(train_place, unlabelled, report)
     if train.images == 0:
         others = "".join(f"\n  {note}" for note in train.notes)
@@ -419,6 +432,7 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     skipped: Counter[str] = Counter()
     paths: list[Path] = []
     empty = []
+    sub_folders: dict[str, list[str]] = {}
     for name in class_folders_in(root, skipped):
         folder = root / name
         refuse_loop(folder)
@@ -428,6 +442,7 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
             continue
         paths += below
         image_set.class_counts[folder.name] = len(below)
+        sub_folders[folder.name] = sub_folders_with_images(folder, below)
         report(len(paths))
     here = [path for path in sorted(root.glob("[!.]*")) if path.is_file() and is_image(path)]
     if unlabelled or not image_set.class_counts:
@@ -443,6 +458,9 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
             )
         if here:
             image_set.notes.append(f"{len(here):,} images outside the class folders are excluded, first {here[0].name}")
+        merged = merged_folders(sub_folders)
+        if merged:
+            image_set.notes.append(f"{merged}; to make a class of each innermost folder, add --leaf-classes")
     image_set.images = len(paths)
     keys_of([str(path.relative_to(root)) for path in paths])  # raises the error of packing
     alike = len(image_set.class_counts) - len(set(map(str.lower, image_set.class_counts)))

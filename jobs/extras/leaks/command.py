@@ -41,7 +41,7 @@ def leaks(
     workers: Workers = 0,
     _debug: Debug = False,
 ) -> None:
-    """Find training images that also occur in a test set, even if they are cropped, mirrored or re-encoded."""
+    """Find training images that also occur in a test set, even if cropped, mirrored or re-encoded."""
     from hashlib import sha256  # loads OpenSSL, which would slow down `--help`
 
     from data.extras.leaks.report import lines, write_page

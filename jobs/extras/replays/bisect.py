@@ -1,4 +1,4 @@
-"""Find the samples that caused a spike, by masking parts of the batch.
+"""Find the samples that caused a spike by masking parts of the batch.
 
 `bisect RUN step=N` repeats one step many times in one attempt (pipeline/extras/replays/search.py). It prints the
 smallest group of samples without which the step's metric is normal: their keys, labels and shards, and their images,
@@ -133,7 +133,7 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
 
 
 def found_samples(stage: TrainedStage, step: int, outcome: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Return the samples found by a search, and save the images of the first few to the folder."""
+    """Return the samples found by a search, and save the images of the first few to a folder."""
     if not outcome["rows"]:
         return []
     samples: list[dict[str, Any]] = []

@@ -119,14 +119,14 @@ NEXT = {"kind": "pretrain", "init": "@trunk", "begin": 16, "steps": 24, "law": "
         (
             {"curves": {"kind": "figure", "tables": {"t": "@far"}, "fit": ["samples"]}},
             "the runs of @far cannot determine a law: 1 points, expected at least 4 for a law with 3 parameters\n"
-            "  they have these numbers of different values: 1 of samples",
+            "  numbers of distinct values: 1 of samples",
         ),
         (
             {"curves": {**law_of("samples")["curves"], "fit": ["parameters", "samples"]}, "far.evaluate_every": 2},
             "the runs of @far cannot determine a law: a variable of the law has 1 values, expected at least 3",
         ),
         ({"budget": 1e-12}, "budget is 1e-12 exaFLOPs, but the recipe needs"),
-        ({"budget": "much"}, "budget is much, expected exaFLOPs"),
+        ({"budget": "much"}, "budget is much, expected a number of exaFLOPs"),
     ],
 )
 def test_impossible_branches_and_exceeded_budgets_are_refused_before_the_start(changes, message, tmp_path, shards):
