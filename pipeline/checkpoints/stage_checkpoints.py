@@ -124,7 +124,7 @@ class StageCheckpoints:
         """Verify every byte of a checkpoint in the storage, and return a folder with its files. Raises like `fetch`."""
         from pipeline.checkpoints.reader import verify
 
-        return self.storage.fetch_set(self.folder, name, verify, anew=True)
+        return self.storage.fetch_set(self.folder, name, verify, recheck=True)
 
     # ------------------------------------------------------------------------ committing
 

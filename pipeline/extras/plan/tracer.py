@@ -143,7 +143,7 @@ def trace(
             take_step(worker, accumulation, images, live.enter)
             gc.enable()
             steps.append(live.events)
-    return fullest_moments(before, *steps)
+    return peak_moments(before, *steps)
 
 
 @contextmanager
@@ -199,7 +199,7 @@ def take_step(worker: TracedWorker, accumulation: int, images: int, enter: Calla
         worker.engine.end_micro_batch(cfg.optim.lr, numbers)
 
 
-def fullest_moments(before: list[Event], small: list[Event], large: list[Event]) -> dict[str, Any]:
+def peak_moments(before: list[Event], small: list[Event], large: list[Event]) -> dict[str, Any]:
     """Return the moments of peak memory for all micro-batch sizes, in total and for activations only.
 
     `small` and `large` are the events of a step with SMALL and LARGE images, and `before` the events before it.
