@@ -14,7 +14,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, ClassVar, Literal
 
-from data.checks import at_least
+from data.checks import at_least, redacted
 from data.errors import DataError
 from data.index.document import load_index
 from data.index.names import Names, ids_of
@@ -40,6 +40,7 @@ COUNTED_SAMPLES = "data.extras.known_sets.archive:samples_of_archive"
 KNOWN_SETS = "data.extras.known_sets.known:known_archive"
 SOURCES = "data.extras.sources."  # readers of sources other than class folders and known data sets
 VTAB_TASKS = "data.extras.known_sets.vtab_prepared:VTAB"
+FROM_URLS = ("shards", "parquet")  # sources that can be URLs; parquet only on the Hub
 UNLABELLED = ("folder", "table", "tars", "shards", "parquet")  # sources that can be used without labels
 
 
@@ -51,8 +52,8 @@ class SetConfig:
         "folder",  # one subfolder per class
         "table",  # CSV or parquet with columns path and label
         "tars",  # a folder of WebDataset tars, compressed or not, including those of img2dataset
-        "shards",  # the same, not compressed: indexed in place, not packed again
-        "parquet",  # Hugging Face image parquet: a file, or a folder of files
+        "shards",  # the same, not compressed: indexed in place, not packed again; or a URL of tars
+        "parquet",  # Hugging Face image parquet: a file, or a folder of files, or hf://datasets/OWNER/NAME/…
         "imagenet-train",  # ILSVRC2012_img_train.tar, or a folder of class tars or class folders
         "imagenet-validation",  # ILSVRC2012_img_val.tar or a folder of images, with wnids or real; or class folders
         "digits",  # UCI's handwritten digits, included in Patchline: no path
@@ -347,6 +348,14 @@ def missing_paths(cfg: SetConfig) -> dict[str, str]:
     messages = {}
     for field_name in ("path", "root", "wnids", "real", "names"):
         path = getattr(cfg, field_name)
+        if path is not None and "://" in path:
+            # The store reports whether the files exist.
+            if field_name != "path" or cfg.source not in FROM_URLS:
+                messages[field_name] = (
+                    f"source {cfg.source}: {field_name} is {redacted(path)}, expected a path on this machine\n"
+                    "  URLs work with source: shards (tars) and source: parquet (image parquet at hf://datasets/…)"
+                )
+            continue
         # A path may be a pattern, such as a/train-*.tar.
         if path is not None and not all(file.exists() for file in matching(path)):
             messages[field_name] = (
@@ -357,7 +366,7 @@ def missing_paths(cfg: SetConfig) -> dict[str, str]:
 
 def check_apart(cfg: SetConfig, folder: Path) -> None:
     """Raise DataError if the folder for the new shards is inside their source."""
-    if cfg.source == "digits" or cfg.path is None:
+    if cfg.source == "digits" or cfg.path is None or "://" in cfg.path:
         return
     source = Path(cfg.path).resolve()
     target = folder.resolve()

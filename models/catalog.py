@@ -80,6 +80,9 @@ def normalise(images: Tensor, config: ModelConfig, dtype: torch.dtype, device: t
     The default range is [−1, 1] (SPEC 2.5: value_range(-1, 1)); the config can set pixel_mean and pixel_std instead.
     """
     pixels = images.to(device, non_blocking=True).float()
+    # Decoded images have channels last. On CPUs, a step of BiT in bf16 takes 1.4 times as long in this format.
+    if dtype == torch.bfloat16 and pixels.device.type == "cpu":
+        pixels = pixels.contiguous()
     mean = getattr(config, "pixel_mean", HALF)
     std = getattr(config, "pixel_std", HALF)
     if (mean, std) == (HALF, HALF):

@@ -5,7 +5,8 @@ How a data set on the Hub is read:
    The index contains this commit, so all nodes and all later commands read the same files.
 2. `file_system` returns huggingface_hub's client, which lists the files: once per data set, not once per worker.
 3. `request_file` reads a byte range. The Hub redirects to a signed address of its storage. Until it expires, later
-   requests use this address directly, and so do not count towards the Hub's rate limit.
+   requests use this address directly, and so do not count towards the Hub's rate limit; after that, the Hub gives
+   a new one.
 
     pin("hf://datasets/me/photos/train/*.tar", Path("indexes/photos"), cache.with_retries, 30.0)
     →   hf://datasets/me/photos@6f1c…/train/*.tar        indexes/photos/hub.json: {"datasets/me/photos@main": "6f1c…"}

@@ -202,10 +202,10 @@ class Cache:
     # ------------------------------------------------------------------------------------------ eviction
 
     def has_disk_for(self, size: int) -> bool:
-        """Return whether a file fits within the limit, and leaves a fifth of the disk free."""
+        """Return whether a file fits within the limit, and leaves a tenth of the disk free."""
         self.directory.mkdir(parents=True, exist_ok=True)
         disk = shutil.disk_usage(self.directory)
-        return size <= self.cfg.limit_bytes and disk.free - size > disk.total / 5
+        return size <= self.cfg.limit_bytes and disk.free - size > disk.total / 10
 
     def make_room(self, size: int) -> None:
         """Delete the least recently used shards until `size` more bytes fit within the limit.

@@ -5,6 +5,7 @@ patchline index shards/theirs --workers 8
 patchline index s3://bucket/theirs --output indexes/theirs
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
 SOURCES = (
     "folder (one subfolder per class), table (CSV or parquet with columns path and label), tars (WebDataset, "
-    "img2dataset), parquet (Hugging Face images), digits; or a known data set (docs/data-sets.md): "
-    "imagenet-train, imagenet-validation, imagenet-21k, imagenet-21k-fall11, cifar10, cifar100, pets, "
-    "flowers102, objectnet, vtab."
+    "img2dataset), parquet (Hugging Face images, also at hf://datasets/OWNER/NAME), digits; or a known data set "
+    "(docs/data-sets.md): imagenet-train, imagenet-validation, imagenet-21k, imagenet-21k-fall11, cifar10, cifar100, "
+    "pets, flowers102, objectnet, vtab."
 )
 TARS = (
-    "A folder of WebDataset tars, or the tars; or quoted URLs (s3, gs, az, https): "
-    "s3://bucket/train, 's3://bucket/*/train-*.tar', 'https://host/train-{000000..000999}.tar'."
+    "A folder of WebDataset tars, or the tars; or quoted URLs (s3, gs, az, hf, https): s3://bucket/train, "
+    "'s3://bucket/*/train-*.tar', 'hf://datasets/OWNER/NAME/train/*.tar', 'https://host/train-{000000..000999}.tar'."
 )
 
 Source = Annotated[str, typer.Argument(help=SOURCES)]
@@ -117,10 +118,12 @@ def pack(
     _debug: Debug = False,
 ) -> int:
     """Pack images into shards with an index. To resume an interrupted command, run it again."""
+    from data.remote.cache import Cache
+    from data.shards.indexing import pinned
     from data.shards.packing import pack
     from data.sources.numbering import Numbering
     from data.walk import matching
-    from jobs.sets import SetConfig, check_apart, expected_samples, numbering_of, samples_of
+    from jobs.sets import SetConfig, check_apart, expected_samples, missing_paths, numbering_of, samples_of
     from pipeline import config
 
     renamed = {}
@@ -168,6 +171,8 @@ def pack(
         hint = "\n  give the images first, then the output folder" if folder.is_dir() else near_path(path)
         raise DataError(f"no file or folder at {path}{hint}\n  expected the images, or a table of images")
     check_apart(cfg, folder)
+    if cfg.path is not None and "://" in cfg.path and not missing_paths(cfg):
+        cfg = replace(cfg, path=pinned(cfg.path, folder, Cache(cache_config(None))))
     numbering = Numbering()
     if not unlabelled:
         numbering = numbering_of(cfg, name or folder.name)

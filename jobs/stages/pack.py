@@ -7,15 +7,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypedDict
+from typing import ClassVar, NotRequired, TypedDict
 
-from data.checks import at_least, check_name
+from data.checks import at_least, check_name, redacted
 from data.errors import DataError
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index
 from data.index.names import Names
 from data.index.shard import table_path
-from data.shards.indexing import build_index, problem_of
+from data.remote.cache import Cache
+from data.remote.config import CacheConfig
+from data.shards.indexing import build_index, pinned, problem_of
 from data.shards.packing import pack
 from data.shards.reader import MAX_LINES, unusable_shards
 from data.shards.subset import Part, make_subsets, summary
@@ -67,6 +69,7 @@ class PackedSet(TypedDict):
     samples: int
     shards: int
     digest: str  # digest of the index
+    source: NotRequired[str]  # URL of the files, at hf:// with the commit
 
 
 def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> dict[Path, str]:
@@ -115,6 +118,11 @@ class Pack(StageKind):
             sets[name] = replace(set_config, classes_of=context.campaign.path_of(set_config.classes_of))
             if set_config.source == "subset":
                 sets[name] = replace(set_config, path=context.campaign.path_of(set_config.path))
+            elif set_config.path is not None and "://" in set_config.path:
+                # The record in the stage's folder: all sets, also after a restart, are read at the same commit.
+                url = pinned(set_config.path, context.directory, Cache(CacheConfig()))
+                sets[name] = replace(sets[name], path=url)
+                context.log(f"{name}: from {redacted(url)}")
         numberings = numberings_of(sets, context.log)
         meter = partial(ProgressMeter, log=context.log, show=context.show_progress, every_s=10.0)
         packed: dict[str, PackedSet] = {}
@@ -146,7 +154,7 @@ class Pack(StageKind):
             elif set_config.source == "shards":
                 assert set_config.path is not None, "SetConfig refuses shards without a path"
                 tars: str | list[str] = set_config.path
-                if not Path(set_config.path).is_dir():
+                if "://" not in set_config.path and not Path(set_config.path).is_dir():
                     tars = list(map(str, files_of(set_config.path, "*.tar")))
                 index = build_index(
                     tars,
@@ -157,6 +165,7 @@ class Pack(StageKind):
                     unlabelled=set_config.unlabelled,
                     workers=cfg.workers,
                     report=meter(f"shards of {name}").of,
+                    keep=True,
                 )
                 names_of_tars = names_of_tars or index.names
                 report_set(name, index, context)
@@ -181,6 +190,8 @@ class Pack(StageKind):
                 samples_seen += index.samples
                 report_set(name, index, context)
             packed[name] = {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
+            if set_config.path is not None and "://" in set_config.path:
+                packed[name]["source"] = redacted(set_config.path)
         return {"sets": packed, "samples_seen": samples_seen}
 
     def is_input(self, cfg: PackConfig, field_name: str) -> bool:
