@@ -88,7 +88,7 @@ def remote_parquet(source: str) -> list[RemoteParquet]:
     cache = Cache(CacheConfig())
     files = []
     for url in braceexpand(source, escape=False):
-        listed = cache.patiently(url, partial(list_files, url, ".parquet", cache.cfg.timeout_s))
+        listed = cache.with_retries(url, partial(list_files, url, ".parquet", cache.cfg.timeout_s))
         for place, file in listed.items():
             if not place.endswith(".parquet"):
                 continue
