@@ -161,7 +161,7 @@ class Cache:
         raise DataError(f"{redacted(url)}: its sha256 differs from the index; index the shard again")
 
     def keep_alive(self, part: Path) -> None:
-        """Report that a download still waits for its store, also to the processes that wait for this download."""
+        """Report to the loader, and to processes waiting for a download, that it is still waiting for its store."""
         with suppress(OSError):
             os.utime(part)
         self.progress()

@@ -186,7 +186,7 @@ class IndexJob:
     sha256: str  # of a tar that stays in the cache; empty for others
 
     def opened(self) -> AbstractContextManager[BufferedReader | BufferedRandom]:
-        """Return the path of the tar on this machine; download it if it is remote. Raises DataError, StorageError."""
+        """Open the tar as a file on this machine, downloading it if it is remote. Raises DataError, StorageError."""
         place = f"{self.directory}/{self.name}"
         if self.cache is None:
             return open(place, "rb")
