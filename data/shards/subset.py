@@ -97,7 +97,7 @@ class Rule:
 
 
 def check_seed(seed: int | None) -> None:
-    """Raise ConfigError if a seed is outside the range of numpy and of the other seeds in a recipe."""
+    """Raise ConfigError if a seed is outside the range that numpy and the other seeds of a recipe accept."""
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(f"seed is {seed}, expected 0 to {2**63 - 1}")
 
