@@ -88,10 +88,11 @@ def rollout(weights: Sequence[Tensor], identity: bool = True) -> Tensor:
 def attention_map(weights: Sequence[Tensor], config: ViTConfig) -> Tensor:
     """Return each patch's contribution to the pooled token by rollout (figure 6): (B, rows, columns), maximum 1."""
     mixed = rollout(weights)
-    # The head reads the class token, or without one the mean over the patches.
+    # The head reads the class token, or without one the mean over the patches, in some models with the registers.
     pooled = mixed[:, 0]
     if config.pool != "token":
-        pooled = mixed[:, config.prefix_tokens :].mean(1)
+        first = 0 if config.pool_prefix else config.prefix_tokens
+        pooled = mixed[:, first:].mean(1)
     patches = pooled[:, config.prefix_tokens :]
     return (patches / patches.amax(1, keepdim=True)).unflatten(1, config.grid)
 

@@ -97,17 +97,20 @@ def new(
         raise UsageError("--leaf-classes and --unlabelled contradict each other\n  omit one of them")
     if probe and init is None:
         raise UsageError("--probe evaluates the features of pretrained weights\n  add --init WEIGHTS")
+    imported: Path | None = None  # the folder for weights of another library
     if init is not None:
         init = find_stage(init)
         if is_foreign(init):
-            raise UsageError(
-                f"--init {init} is in the format of another library\n  first run python -m jobs import "
-                f"{init} weights/{name_of(init)}, then use --init weights/{name_of(init)}"
-            )
-        if model_at(init) is None:
+            imported = recipe.parent / "weights" / name_of(init)
+            if imported.exists():
+                raise UsageError(
+                    f"--init {init} is in the format of another library, and {imported}, into which it would be "
+                    f"imported, already exists\n  use --init {imported}, or remove that folder first"
+                )
+        elif model_at(init) is None:
             raise DataError(
-                f"--init {init} contains no weights\n  expected RUN/STAGE, or a folder written by a stage or by "
-                "python -m jobs import, for example runs/photos/pretrain-1a2b3c4d"
+                f"--init {init} contains no weights\n  expected RUN/STAGE, a folder written by a stage or by python -m "
+                "jobs import, for example runs/photos/pretrain-1a2b3c4d, or weights that import reads"
             )
 
     # 2. Inspect the images.
@@ -128,6 +131,12 @@ def new(
         )
     if init is not None and not sets.train.classes:
         raise UsageError("--init needs labels for fine-tuning, but these images have none\n  omit --init to pretrain")
+    if init is not None and imported is not None:
+        from jobs.extras.conversion import import_foreign
+
+        echo(f"importing {init}, which is in the format of another library, into {imported}")
+        import_foreign(init, str(imported))
+        init = str(imported)
     if sets.test is not None:
         describe(sets.test)
     elif not sets.train.classes and not unlabelled:

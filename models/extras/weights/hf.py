@@ -28,7 +28,6 @@ from models.extras.weights.hf_families import FAMILIES, TWO_TOWERS, Family
 from models.extras.weights.layout import (
     ForeignConfig,
     read,
-    unlearnable_positions,
     vit_config,
     with_learned_positions,
     write,
@@ -157,7 +156,7 @@ def save(
 
 def reasons_against(family: Family, config: ViTConfig) -> list[str]:
     """Return the parts of a model that a family does not support; an empty list if it supports the model."""
-    reasons = unlearnable_positions(config)
+    reasons = []
     if config.classes and family.classifier is None:
         reasons.append("classifier with such a head (it has none with classes=0)")
     return reasons + family.differences(config)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from models.catalog import Shape
 from models.configs import ConfigFields, ModelConfig, ViTConfig, checked
-from models.extras.weights.layout import ForeignConfig, Layout, differing_fields
+from models.extras.weights.layout import ForeignConfig, Layout, differing_fields, unlearnable_positions
 from models.weights.preprocessing import CLIP_MEAN, CLIP_STD, HALF, IMAGENET_MEAN, IMAGENET_STD
 
 Rules = tuple[tuple[str, str], ...]
@@ -167,6 +167,7 @@ class Family:
 
     def differences(self, config: ViTConfig) -> list[str]:
         """Return the parts of a model that transformers' model of this family does not support."""
+        reasons = unlearnable_positions(config)
         config = self.as_stored(config)
         sizes = ("image_size", "patch", "classes", "width", "depth", "mlp", "heads")
         values: ConfigFields = {name: getattr(config, name) for name in sizes}
@@ -174,8 +175,12 @@ class Family:
             values |= self.known(self.describe(config)) | self.fixed(config)
             theirs = checked(ViTConfig, values)
         except ValueError as error:
-            return [str(error)]
-        return [named(name, getattr(config, name)) for name in differing_fields(theirs, config)]
+            return [*reasons, str(error)]
+        for name in differing_fields(theirs, config):
+            # Such positions have been named.
+            if not (reasons and name in ("positions", "positions_at")):
+                reasons.append(named(name, getattr(config, name)))
+        return reasons
 
 
 def named(field: str, value: object) -> str:

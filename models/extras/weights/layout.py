@@ -138,9 +138,15 @@ def with_learned_positions(
 
 
 def unlearnable_positions(config: ViTConfig) -> list[str]:
-    """Return the model's positions if a learned table cannot replace them; an empty list if it can."""
-    if config.positions_at != "stem" or config.positions == "relative":
-        return [f"{config.positions} positions at {config.positions_at}"]
+    """Return why a learned table cannot replace a model's positions; an empty list if `with_learned_positions` can."""
+    if config.positions == "relative":
+        return ["relative positions"]
+    if config.positions == "none":
+        return []
+    if config.positions_at == "every":
+        return [f"{config.positions} positions in every layer"]
+    if config.positions_at == "shared":
+        return [f"{config.positions} positions shared by all layers"]
     return []
 
 

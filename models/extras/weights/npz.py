@@ -28,7 +28,7 @@ from torch import Tensor
 
 from models.catalog import Shape, check_finite
 from models.configs import ACTIVATIONS, HALF, SWITCHES, BiTConfig, ConfigFields, ModelConfig, ViTConfig, checked
-from models.extras.weights.layout import Layout, read, units_of, vit_config, write
+from models.extras.weights.layout import Layout, read, units_of, unlearnable_positions, vit_config, write
 
 # Weights hardly compress: float32 by 1.1, bfloat16 stored as float32 by 2.5. But 6.3 MB can unpack to 6 GB of zeros.
 MAX_EXPANSION = 20
@@ -286,8 +286,10 @@ def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> Non
     elif isinstance(config, ViTConfig):
         if config.registers:
             reasons.append(f"{config.registers} registers")
-        if config.positions not in ("learned", "sincos2d") or config.positions_at != "stem":
-            reasons.append(f"{config.positions} positions at {config.positions_at}")
+        unwritten = unlearnable_positions(config)
+        if not unwritten and config.positions not in ("learned", "sincos2d"):
+            unwritten = [f"{config.positions} positions"]
+        reasons += unwritten
         for field in fields(ViTConfig):
             value = getattr(config, field.name)
             if field.name in SWITCHES and value != field.default:

@@ -29,7 +29,6 @@ from models.extras.weights.layout import (
     ForeignConfig,
     Layout,
     read,
-    unlearnable_positions,
     vit_config,
     with_learned_positions,
     write,
@@ -204,7 +203,7 @@ def save(state: dict[str, Tensor], config: ModelConfig, path: Path) -> None:
         reasons.append(f"norm_eps={config.norm_eps}")
     if config.heads != heads_of(config.width):
         reasons.append(f"{config.heads} heads at width {config.width}")
-    reasons += unlearnable_positions(config) + family.differences(config)
+    reasons += family.differences(config)
     if reasons:
         raise ValueError(f"{family.title} has no {', no '.join(reasons)}; save as safetensors")
     state, config = with_learned_positions(state, config, family.slots)

@@ -28,6 +28,7 @@ from models.extras.weights.layout import (
     Layout,
     differing_fields,
     read,
+    unlearnable_positions,
     vit_config,
     with_learned_positions,
     write,
@@ -325,8 +326,7 @@ def save(
             reasons.append(f"hybrid with the stem {config.stem} and {config.stem_epsilons} epsilons")
         if config.representation:
             reasons.append("representation layer")
-        if config.positions_at != "stem" or config.positions not in ("none", "learned", "learned2d", "sincos2d"):
-            reasons.append(f"{config.positions} positions at {config.positions_at}")
+        reasons += unlearnable_positions(config)
         if config.pre_norm and config.patch_bias:
             reasons.append("bias of the patch embedding before a norm")
     if reasons:
