@@ -312,7 +312,7 @@ def phase_at(step: int, phases: Sequence[Phase]) -> Phase:
 
 
 def has_whole_images(phases: Sequence[Phase]) -> bool:
-    """Return whether there is a phase in which the model sees all patches of an image."""
+    """Return whether the model sees all patches of an image in at least one phase."""
     return any(phase.kept is None for phase in phases)
 
 

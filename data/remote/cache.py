@@ -116,7 +116,7 @@ class Cache:
 
     @contextmanager
     def turn(self, path: Path) -> Iterator[None]:
-        """Hold the lock of one shard; while another process downloads it, report progress if it is alive."""
+        """Hold the lock of one shard; while another process downloads it, report progress if that process is alive."""
         # Poll the lock instead of blocking: a blocked call could neither be stopped nor report progress to the loader.
         part = path.with_suffix(".part")
         known_ns = -1
@@ -168,7 +168,7 @@ class Cache:
 
     @contextmanager
     def temporary_copy(self, url: str, size: int) -> Iterator[BufferedRandom]:
-        """Context manager that yields a temporary local copy of a remote shard that is not yet indexed."""
+        """Context manager that yields a temporary local copy of a remote shard that has no index yet."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.make_room(size)
         # A file without a name: the system deletes it when this process ends for any reason.

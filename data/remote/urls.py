@@ -121,7 +121,7 @@ class Denied(PermissionError):
 
 
 class Throttled(OSError):
-    """A store asks for a pause before the next request; `pause_s` is its length in seconds."""
+    """A store asks the client to pause for `pause_s` seconds before the next request."""
 
     def __init__(self, pause_s: float) -> None:
         super().__init__(f"rate limit, pause of {pause_s:g} s")
@@ -369,7 +369,7 @@ class Retry:
         )
 
     def wait_as_ordered(self, address: str, ordered_s: float, throttled_s: float) -> float:
-        """Wait as long as the store asks; return the total of such pauses, which was `throttled_s` before.
+        """Wait as long as the store requests; return the total length of such pauses, `throttled_s` included.
 
         Raises StorageError if the total exceeds LONGEST_THROTTLED_S.
         """
@@ -377,18 +377,18 @@ class Retry:
         if total_s > LONGEST_THROTTLED_S:
             raise StorageError(
                 f"{address}: the store limits the rate of requests, and asks for a pause of {ordered_s:.0f} s after "
-                f"pauses of {throttled_s:.0f} s; run again later, or with fewer nodes or data.cache.fetchers"
+                f"pauses of {throttled_s:.0f} s; run again later, or use fewer nodes or a lower data.cache.fetchers"
             )
         if throttled_s < WARN_IF_THROTTLED_S <= total_s:
             logging.getLogger(__name__).warning(
-                "%s: the store limits the rate of requests; waiting %.0f s, as it asks", address, ordered_s
+                "%s: the store limits the rate of requests; waiting %.0f s, as it requests", address, ordered_s
             )
         # Never shorter than the store asks; the random part spreads many readers that were refused together.
         self.pause(ordered_s + random.uniform(0, max(self.backoff_s, ordered_s / 4)), self.waiting)
         return total_s
 
     def pause(self, pause_s: float, waiting: Callable[[], object]) -> None:
-        """Wait; return early if `stopped()` becomes true. Calls `waiting` at least every 0.1 s."""
+        """Wait for `pause_s`, or until `stopped()` returns true; call `waiting` at least every 0.1 s."""
         ends_at = time.monotonic() + pause_s
         while not self.stopped() and time.monotonic() < ends_at:
             waiting()
@@ -396,7 +396,7 @@ class Retry:
 
 
 def pause_ordered_by(error: BaseException) -> float | None:
-    """Return the pause in seconds for which a store asks with its refusal of a request; None for other errors."""
+    """Return the pause, in seconds, that a store requests when it rejects a request; None for other errors."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, Throttled):
@@ -409,7 +409,7 @@ def pause_ordered_by(error: BaseException) -> float | None:
 
 
 def pause_in(headers: Mapping[str, str] | Message) -> float | None:
-    """Return the pause in seconds that the headers of a response ask for; None if they do not."""
+    """Return the pause, in seconds, that a response's headers request; None if they request none."""
     text = headers.get("Retry-After") or ""
     if text.strip().isdigit():
         return float(text)
@@ -470,7 +470,7 @@ def denial_code(error: BaseException) -> str:
 
 
 def forget_credentials() -> None:
-    """Make the next request log in again, with the current credentials of the environment."""
+    """Make the next request log in again, with the current credentials from the environment."""
     client.cache_clear()
 
 

@@ -50,7 +50,7 @@ from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import Progress, in_parallel, set_on_error
 from data.walk import matching
 
-MOST_ERRORS = 20  # unusable shards that an error lists individually
+MAX_ERRORS = 20  # unusable shards that an error lists individually
 DECODED = 4  # samples decoded per shard
 NOT_DECODED = "looked at, and "  # prefix of the reason if a decoded sample is not an image
 PACKING_SETTING = r"\d+ \d+ (True|False)"  # the setting in a packing's journal, see `packing.pack`
@@ -58,7 +58,7 @@ PACKING_SETTING = r"\d+ \d+ (True|False)"  # the setting in a packing's journal,
 
 @dataclass(frozen=True)
 class TarList:
-    """Tars that form one set: their common folder or URL, and {name below it: size in bytes}.
+    """The tars of one data set: their common folder or URL, and {name below it: size in bytes}.
 
     `digests` are the sha256 that a store reports: {name: sha256}.
     """
@@ -90,8 +90,8 @@ def build_index(
     folder) as `<name>.index.json` (default: the folder's name). `at` is the URL from which training will read the
     shards, if it differs. `names` are class names in the order of their ids, used to read labels given as names. By
     default, they come from an existing index of the same tars; otherwise, if no label is an id, the sorted label texts
-    become the names. Labels of an `unlabelled` set are ignored. `report` gets the number of finished shards and the
-    total. `cache` sets where tars are kept during indexing, and how downloads are retried. Raises DataError listing
+    become the names. With `unlabelled`, labels are ignored. `report` gets the number of finished shards and the total.
+    `cache` sets where tars are kept during indexing, and how downloads are retried. Raises DataError listing
     every unusable tar and every label ≥ `classes`, StorageError if the storage does not respond.
     """
     # Tars must be all local or all remote.
@@ -162,8 +162,8 @@ def build_index(
                     errors.append(result)
             # Raise after all shards are examined, so that a single run finds all errors.
             if errors:
-                lines = errors[:MOST_ERRORS]
-                if len(errors) > MOST_ERRORS:
+                lines = errors[:MAX_ERRORS]
+                if len(errors) > MAX_ERRORS:
                     lines.append(f"… {len(errors)} shards in total")
                 raise DataError("\n".join(lines))
         return journal.finish(at or tars.directory, names, tars.sizes)
@@ -267,7 +267,7 @@ def count_classes(
 def count_unreadable(tar: memoryview, result: Walk) -> None:
     """Count images that lack a valid header or end, or are too large, in `result.refused`.
 
-    The samples stay in the set: training replaces them and counts them as bad.
+    The samples stay in the data set: training replaces them and counts them as bad.
     """
     for row in result.rows:
         try:
@@ -289,7 +289,7 @@ def decoded_samples(index: Index) -> tuple[int, int]:
 
 
 def problem_of(index: Index, *, unlabelled: bool) -> str:
-    """Return why an indexed set cannot be used for training, and the remedy; "" if it is usable."""
+    """Return why an indexed data set cannot be used for training, and the remedy; "" if it is usable."""
     tried, failed = decoded_samples(index)
     expected = "expected samples with an image (jpg, png, webp) and a label (cls, json)"
     if index.samples == 0:
@@ -332,7 +332,7 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
         if other_path == path:
             continue
         other = load_index(other_path)
-        # The same tars under another set name.
+        # The same tars under the name of another data set.
         if other.directory == directory:
             continue
         for shard in other.shards:

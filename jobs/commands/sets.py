@@ -54,7 +54,7 @@ ClassList = Annotated[
 ClassesOf = Annotated[str | None, typer.Option(metavar="INDEX", help="Use the class numbering of this data set.")]
 Rename = Annotated[
     list[str] | None,
-    typer.Option(metavar="OLD=NEW", help="Rename a class of the source; repeatable."),
+    typer.Option(metavar="OLD=NEW", help="Rename a class from the source; repeatable."),
 ]
 Real = Annotated[
     str | None, typer.Option(help="imagenet-validation: real.json with all labels of each image, instead of --wnids.")
@@ -89,7 +89,7 @@ Workers = Annotated[int, typer.Option(min=1, help="Number of shards processed in
 
 Check = Annotated[
     bool,
-    typer.Option("--check", help="Then decode every sample, as `data check` does; exit with 65 if one is bad."),
+    typer.Option("--check", help="Afterwards, decode every sample like `data check`; exit with 65 if any is damaged."),
 ]
 
 
@@ -212,7 +212,7 @@ def index(
     check_all: Check = False,
     _debug: Debug = False,
 ) -> int:
-    """Index existing WebDataset tars in place; exit with 65 if no sample is usable."""
+    """Index existing WebDataset tars in place; exit with code 65 if no sample is usable."""
     from data.index.document import load_index
     from data.shards.indexing import build_index, problem_of
     from data.sources.numbering import check_unambiguous, read_class_list
@@ -238,7 +238,7 @@ def index(
                 f"--classes-of {classes_of}: this data set has no class names\n  expected a data set with class names"
             )
 
-    # A single argument that is not a tar is a folder or a URL with a pattern.
+    # A single argument other than a tar is a folder or a URL with a pattern.
     is_folder_or_pattern = len(tars) == 1 and not tars[0].endswith(".tar")
     progress = ProgressMeter("shards")
     with stoppable():
@@ -290,7 +290,7 @@ def check(context: typer.Context, index: "Index", *, workers: int, cache: str | 
 
 
 def cache_config(folder: str | None) -> "CacheConfig":
-    """Return the cache settings for remote shards, like `data.cache` in a recipe; None selects the default folder."""
+    """Return the cache settings for remote shards, as in `data.cache` of a recipe; None selects the default folder."""
     from data.remote.config import CacheConfig
 
     if folder is None:
@@ -301,7 +301,7 @@ def cache_config(folder: str | None) -> "CacheConfig":
 def summary(index: "Index", *, with_gap: bool = False) -> list[str]:
     """Return lines that describe a data set: size, folder, class names and skipped samples.
 
-    With `with_gap`, one line reports the unused class ids, if these are the majority.
+    If `with_gap` is true and most class ids are unused, one line reports this.
     """
     from data.index.names import gap_in_ids, preview
     from data.shards.indexing import decoded_samples

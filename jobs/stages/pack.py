@@ -1,4 +1,4 @@
-"""The pack stage: pack images into WebDataset shards with an index, like `python -m jobs pack` in a recipe."""
+"""The pack stage: pack images into WebDataset shards with an index, as `python -m jobs pack` does without a recipe."""
 
 import shlex
 from collections import Counter
@@ -19,7 +19,7 @@ from data.remote.cache import Cache
 from data.remote.config import CacheConfig
 from data.shards.indexing import build_index, pinned, problem_of
 from data.shards.packing import pack
-from data.shards.reader import MOST_LINES, unusable_shards
+from data.shards.reader import MAX_LINES, unusable_shards
 from data.shards.subset import Part, make_subsets, summary
 from data.sources.folders import files_of, folder_classes, images_below
 from data.sources.numbering import Numbering
@@ -174,7 +174,7 @@ class Pack(StageKind):
                     raise DataError(f"{set_config.path} is unusable: {problem}")
             else:
                 check_apart(set_config, folder)
-                # `pack` skips shards that are already complete, so that the stage resumes.
+                # `pack` skips complete shards, so that the stage resumes.
                 index = pack(
                     samples_of(set_config, numbering),
                     folder,
@@ -200,7 +200,7 @@ class Pack(StageKind):
         return key != "path" or cfg.sets[name].source == "subset"
 
     def sets(self, cfg: PackConfig) -> Collection[str]:
-        """Return the names of the data sets."""
+        """Return the names of the data sets that the stage packs."""
         return cfg.sets
 
     def set_classes(self, cfg: PackConfig, name: str) -> int | str | None:
@@ -226,7 +226,7 @@ class Pack(StageKind):
             return None
 
     def missing(self, cfg: PackConfig) -> Iterator[str]:
-        """Yield a message for each source path that does not exist, and for each folder without class folders."""
+        """Yield a message for each missing source path, and for each folder without class folders."""
         for name, set_config in cfg.sets.items():
             for key, message in missing_paths(set_config).items():
                 yield f"sets.{name}.{key}: {message}"
@@ -258,10 +258,10 @@ class Pack(StageKind):
         if problems:
             # A lost disk can mean thousands of shards: list a few and count the rest.
             lines = [f"{len(problems)} files packed by {folder.name} are missing or damaged:"]
-            for path in list(problems)[:MOST_LINES]:
+            for path in list(problems)[:MAX_LINES]:
                 lines.append(f"  {path}: {problems[path]}")
-            if len(problems) > MOST_LINES:
-                lines.append(f"  … and {len(problems) - MOST_LINES} more")
+            if len(problems) > MAX_LINES:
+                lines.append(f"  … and {len(problems) - MAX_LINES} more")
             # A damaged index would also prevent packing again, so the command removes it.
             unreadable = []
             for path, problem in problems.items():
@@ -276,7 +276,7 @@ class Pack(StageKind):
         for name, set_config in stage.config.sets.items():
             if set_config.source != "folder" or set_config.keep:
                 continue
-            # A packed data set does not depend on its source any more, so an unreadable source is not an error.
+            # A packed data set no longer depends on its source, so an unreadable source is not an error.
             with suppress(OSError):
                 images = images_if_newer(Path(set_config.path), packed_at, set_config.unlabelled)
                 before = packed[name]["samples"]  # includes images that cannot be decoded
@@ -300,7 +300,7 @@ def report_set(name: str, index: Index, context: Context) -> None:
 
 
 def images_if_newer(root: Path, moment: float, unlabelled: bool) -> int | None:
-    """Return the number of images in a folder; None if the folder has not changed since `moment` (Unix time, s)."""
+    """Count the images in a folder; return None if the folder has not changed since `moment` (Unix time, s)."""
     # Compare modification times of folders first, because listing a million images would be slow.
     folders = [root]
     if root.is_dir():

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.decoder import send_sign_of_life
+from data.decoder import send_heartbeat
 from data.errors import DataError, StorageError
 from data.extras.doctor.doctor import check
 from data.loader import TrainLoader
@@ -389,7 +389,7 @@ def test_a_loader_that_does_not_listen_holds_no_download_up(tmp_path, monkeypatc
     fake_storage(monkeypatch, content)
     unread, there = Pipe()
     cache = Cache(CacheConfig(str(tmp_path)))
-    cache.progress = lambda: send_sign_of_life(there)
+    cache.progress = lambda: send_heartbeat(there)
     fetching = threading.Thread(target=cache.path, args=("s3://b/x.tar", shard_of(content)), daemon=True)
     fetching.start()
     fetching.join(60)

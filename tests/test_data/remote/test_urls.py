@@ -83,7 +83,7 @@ def test_pauses_that_a_store_asks_for_are_kept_and_are_not_attempts(monkeypatch,
     # The draws are the longest possible here: a quarter of the pause.
     assert [later - earlier for earlier, later in pairwise(asked)] == pytest.approx([50.0] * 3)
     assert max(later - earlier for earlier, later in pairwise(waited)) < 0.11
-    assert caplog.messages == ["hf://set: the store limits the rate of requests; waiting 40 s, as it asks"]
+    assert caplog.messages == ["hf://set: the store limits the rate of requests; waiting 40 s, as it requests"]
 
 
 def test_store_that_only_asks_for_pauses_ends_the_request(monkeypatch) -> None:
