@@ -113,6 +113,7 @@ def build_index(
     check_name(name, "a set", "give its name: --name train")
     folder = Path(output or tars.directory)
     folder.mkdir(parents=True, exist_ok=True)
+    at = at and pinned(at, folder, fetcher)
     path = folder / f"{name}{SUFFIX}"
     # Indexing a set again must keep its class names and so its digest. But if other tars have replaced the old ones,
     # the old names do not apply.
