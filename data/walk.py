@@ -66,7 +66,7 @@ def matching(pattern: str | os.PathLike[str]) -> list[Path]:
 
 
 def class_folders_in(root: Path, skipped: Counter[str] | None = None) -> list[str]:
-    """Return the sorted names of a folder's sub-folders; `skipped` counts the hidden and system folders left out."""
+    """Return the sorted names of a folder's sub-folders; count excluded hidden and system folders in `skipped`."""
     names = []
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
         if not entry.is_dir() or entry.name.startswith("."):
@@ -109,7 +109,7 @@ def _walk(
             _count_skipped(path, skipped)
         elif is_folder:
             yield from _walk(path, skipped, (*above, identity), in_order, read, links + entry.is_symlink())
-        # macOS writes a `._1.jpg` next to a 1.jpg on foreign file systems; it is no image.
+        # macOS writes a `._1.jpg` next to a 1.jpg on foreign file systems; it is not an image.
         elif entry.name.startswith("."):
             skipped[HIDDEN] += 1
         elif is_file:

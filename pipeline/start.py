@@ -59,7 +59,7 @@ from pipeline.values import counted
 from pipeline.variables import note_values, recorded
 from pipeline.worker import Group, Job, Progress, Setup, StageData, StopRequest, TrainingLog
 
-MOST_COMPILED = 64  # maximum number of compiled versions of a block; each number of tokens needs one
+MAX_COMPILED = 64  # maximum number of compiled versions of a block; each number of tokens needs one
 
 
 class WorkerTask(NamedTuple):
@@ -286,7 +286,7 @@ def build_model(
     # number, but a resumed run that only sees the second number would specialise on it: other kernels, other bits.
     models.compile_blocks(model, dynamic=False)
     # Above torch's default limit of 8 versions, a block would run uncompiled, with other bits than after a resume.
-    torch._dynamo.config.recompile_limit = MOST_COMPILED
+    torch._dynamo.config.recompile_limit = MAX_COMPILED
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     return model
 
@@ -391,7 +391,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
 
 
 def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested mappings: values of inner mappings keep only their own names."""
+    """Flatten nested mappings into one whose keys are the innermost names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat |= value if isinstance(value, Mapping) else {name: value}
@@ -426,5 +426,5 @@ def check_masked(worker: Worker, progress: Progress) -> None:
     if masked_by(worker.hooks, step, np.array([shard]), np.array([first])) is None:
         raise CheckpointError(
             f"the checkpoint of step {progress.step} masks samples, but this task has no hook that masks them\n"
-            "  run the code that started the run: it has jobs/extras/async_evaluation and pipeline/extras/replays"
+            "  use the checkout that started the run, with jobs/extras/async_evaluation and pipeline/extras/replays"
         )

@@ -48,7 +48,7 @@ class MixedConfig:
 class DataConfig:
     """The data of a stage, and how it is read. A path can be "@stage/name", the output of another stage."""
 
-    train: str | None = None  # index or folder of the set; or "@stage/name"; or use `mixture`
+    train: str | None = None  # index or folder of the set; "@stage/name"; a URL of its tars; or use `mixture`
     mixture: dict[str, MixedConfig] = field(default_factory=dict)  # several sets with the same classes, by name
     drop: tuple[str, ...] = ()  # names of lost or corrupt shards to exclude; the number of steps stays the same
     samples: int | None = None  # number of samples that `plan` assumes while an index does not exist yet
@@ -312,7 +312,7 @@ def phase_at(step: int, phases: Sequence[Phase]) -> Phase:
 
 
 def has_whole_images(phases: Sequence[Phase]) -> bool:
-    """Return whether there is a phase in which the model sees all patches of an image."""
+    """Return whether the model sees all patches of an image in at least one phase."""
     return any(phase.kept is None for phase in phases)
 
 

@@ -1,10 +1,10 @@
-"""Create an index of selected samples of a set that refers to the same tars; nothing is repacked.
+"""Create an index of selected samples of a data set, which refers to the same tars; nothing is repacked.
 
-How subsets of a set are created, in one pass for all of them (`make_subsets`):
+How subsets of a data set are created, in one pass for all of them (`make_subsets`):
 1. Labels come from the tables, which contain a digest of each label: the digest of `17` identifies the text without
    reading the tar. Other texts, such as several labels, are read once per shard. If no rule needs labels, only those
    of chosen samples are determined.
-2. Each rule chooses samples. Its parts apply in order, each to the remaining samples:
+2. Each rule selects samples. Its parts apply in order, each to the remaining samples:
    `keep` classes, `only` the samples in a list or all `but` these, a `part`, a number of `shots` per class.
 3. Each shard with chosen samples gets a table of these rows; other shards are not in the subset.
 4. The JSON refers to the same tars, and records the parent index and the rule (`index.Origin`).

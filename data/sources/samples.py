@@ -28,7 +28,7 @@ DIGITS: Names = tuple("0123456789")  # class names
 class Sample:
     """An encoded image, in memory or in a file, with its class ids; `key` identifies the sample and contains no dot.
 
-    `labels` is None in a set without labels; packing rejects empty `labels`.
+    `labels` is None in a data set without labels; packing rejects empty `labels`.
     """
 
     key: str
@@ -63,7 +63,7 @@ class RawSample(NamedTuple):
 
 
 def numbered(samples: Iterable[Sample], numbering: Numbering) -> Iterator[Sample]:
-    """Yield the samples with renumbered class ids, except for samples whose classes the numbering excludes."""
+    """Yield the samples with renumbered class ids; skip samples whose classes the numbering excludes."""
     for sample in samples:
         if sample.labels is None:
             yield sample

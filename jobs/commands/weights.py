@@ -1,4 +1,4 @@
-"""Find the weights that a command's argument names, and check that they exist."""
+"""Find the weights named by a command's argument, and check that they exist."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ AnyWeights = Annotated[
 
 
 def find_weights(path: str) -> str:
-    """Return the local folder or file of the weights at a path or URL; download them from a URL. Raises DataError."""
+    """Return the local folder or file with the weights at a path or, after a download, a URL. Raises DataError."""
     if "://" in path:
         from jobs.commands.stored_runs import fetch_weights
 

@@ -23,8 +23,8 @@ ALIKE = 0.78  # a pair is a candidate if the inner product is larger
 BLOCK = 512  # test images compared at once: 15 MB of products with 64 training images
 EDGE = 3  # pixels ignored along the edges of pictures, because their neighbourhood is unknown
 FINE = 0.8  # pixels; smaller details are encoding noise
-MOST_TURNED = 0.04  # radians of rotation, or the same amount of shear: 2.5 pixels from edge to edge
-MOST_SCALED = 1.5  # relative to the sides of the nearest crop; allows copies with different aspect ratios
+MAX_ROTATION = 0.04  # radians of rotation, or the same amount of shear: 2.5 pixels from edge to edge
+MAX_SCALING = 1.5  # relative to the sides of the nearest crop; allows copies with different aspect ratios
 COARSE = 4.0  # pixels; larger structures add nothing to the filter of `candidates`
 
 
@@ -113,9 +113,9 @@ def likeness(candidate: Candidate, train: Signature, tests: TestSignatures) -> f
 
     # Copies are cropped and resized, but not rotated or sheared, and have about the size of the box. With unlimited
     # rotation, the dark outline of one aeroplane would fit that of another.
-    is_straight = abs(fitting[0, 1]) < MOST_TURNED and abs(fitting[1, 0]) < MOST_TURNED
-    is_as_wide = 1 / MOST_SCALED < fitting[0, 0] / width < MOST_SCALED
-    is_as_high = 1 / MOST_SCALED < fitting[1, 1] / height < MOST_SCALED
+    is_straight = abs(fitting[0, 1]) < MAX_ROTATION and abs(fitting[1, 0]) < MAX_ROTATION
+    is_as_wide = 1 / MAX_SCALING < fitting[0, 0] / width < MAX_SCALING
+    is_as_high = 1 / MAX_SCALING < fitting[1, 1] / height < MAX_SCALING
     if not (is_straight and is_as_wide and is_as_high):
         fitting = begin
     moved = cv2.warpAffine(

@@ -96,7 +96,7 @@ class TracedWorker:
 
 def main() -> None:
     """Read the description of a step from stdin, and write its memory peaks to stdout as one line of JSON."""
-    # DeepSpeed and torch print to stdout: redirect it to stderr, and write the answer to a copy of the original stdout.
+    # DeepSpeed and torch print to stdout: redirect it to stderr, and write the result to a copy of the original stdout.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     print(json.dumps(trace(**json.load(sys.stdin))), file=answer, flush=True)

@@ -46,7 +46,7 @@ class Rebuilt(NamedTuple):
 
 
 class RecordedStep(NamedTuple):
-    """Record of a step in metrics.jsonl, from the last attempt that ran the step and whose result training used."""
+    """A step's record in metrics.jsonl, from the last attempt that ran the step and whose result was kept."""
 
     attempt: int
     world: int
@@ -217,7 +217,7 @@ class TrainedStage:
 def rebuild(
     cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: int, step: int, most: int | None = None
 ) -> Rebuilt:
-    """Rebuild a step's batch (steps count from 0) with one loader for all slots of all workers, or the first `most`."""
+    """Rebuild the batch of a step, counted from 0, with one loader for all workers' slots, or for the first `most`."""
     samples = min(cfg.batch_size, most or cfg.batch_size)
     # A single micro-batch can replace those of all workers, because augmentation is seeded per sample.
     loader = training_loader(

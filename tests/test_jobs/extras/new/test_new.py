@@ -236,7 +236,7 @@ def test_a_given_model_gets_images_of_at_least_64_patches(tmp_path, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     new(folder, "--model", "mu/8", "--minutes", "0.0001")
     assert (
-        "this takes longer than --minutes, because a useful training needs at least 10 steps" in capsys.readouterr().out
+        "this takes longer than --minutes, because useful training takes at least 10 steps" in capsys.readouterr().out
     )
     Path("recipe.yaml").unlink()
     stage = new(folder, "--model", "mu/8").stages[-1]

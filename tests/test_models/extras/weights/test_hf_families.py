@@ -114,7 +114,7 @@ def test_a_head_that_we_cannot_compute_can_be_left_out(name, transformers, tmp_p
         ({"model_type": "siglip2_vision_model"}, r"NaFlex\), those of a fixed size have model_type siglip"),
         ({"model_type": "dinov3_vit", "rope_theta": 10.0}, "rotary positions with base 10.0, not 100"),
         ({"model_type": "dinov3_vit", "use_gated_mlp": True}, "is not SwiGLU"),
-        ({"model_type": "dinov3_vit", "query_bias": False}, "biases of queries, keys and values other than"),
+        ({"model_type": "dinov3_vit", "query_bias": False}, "a combination of query, key and value biases other than"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not one of gelu"),
     ],
 )

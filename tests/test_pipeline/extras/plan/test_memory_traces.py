@@ -141,7 +141,7 @@ def test_unusable_cache_folder_is_logged_and_does_not_stop_the_plan(
 
 
 def test_least_recently_used_traces_are_deleted(tracer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory_traces, "MOST_KEPT", 3)
+    monkeypatch.setattr(memory_traces, "MAX_KEPT", 3)
     steps = []
     for number in range(4):
         step = step_of(world=2**number)

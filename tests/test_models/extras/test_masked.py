@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import models
-from models import masked
 from models.catalog import normalise
 from models.configs import MaskedConfig
+from models.extras import masked
 from tests.support.weights import random_model
 
 
