@@ -95,6 +95,9 @@ def test_trace_is_cached_by_everything_that_affects_it(tracer, tmp_path: Path, m
     assert traced(step_of(dataclasses.replace(SMALL, micro_batch=8, steps=7), accumulation=5)) == 0
     for change in ({"zero": 3}, {"polyak": 0.9}, {"loss": "softmax"}, {"precision": "fp32"}, {"mixup": 0.1}):
         assert traced(step_of(dataclasses.replace(SMALL, **change))) == 1, change
+    # Values at the start do not change the memory.
+    biased = models.config_of("mu/8", 16, 10, head_bias=-10.0, position_std=0.1)
+    assert traced(step_to_trace(SMALL, biased, 2, 2, 0, is_gpu=False)) == 0
     # Other nonzero values need no new trace; a head with a different decay is a separate parameter group.
     for change in ({"polyak": 0.99}, {"mixup": 0.2}, {"optim": OptimConfig(lr=1.0, weight_decay=3.0, clip=7.0)}):
         assert traced(step_of(dataclasses.replace(SMALL, **change))) == 0, change
