@@ -24,7 +24,8 @@ pytestmark = pytest.mark.quick
 DIGITS = "shards: {kind: pack, sets: {train: {source: digits, split: train, keep: [0, 1], image_size: 8}}}\n"
 TRAINING = (
     'pretrain: {data: {train: "@shards/train"}, model: {name: Ti/4, width: 16, depth: 1, heads: 1, mlp: 16, '
-    "image_size: 8, classes: 2}, loss: softmax, steps: 2, batch_size: 8, micro_batch: 4}\n"
+    "image_size: 8, classes: 2}, optim: {schedule: {warmup_steps: 0}}, loss: softmax, steps: 2, batch_size: 8, "
+    "micro_batch: 4}\n"
 )
 
 
