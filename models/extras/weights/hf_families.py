@@ -298,16 +298,17 @@ class DINOv2(Family):
         }
 
 
-def mlp_ratio(hidden: int, width: int, is_gated: bool) -> float:
+def mlp_ratio(hidden: int, width: int, is_gated: bool) -> int:
     """Return DINOv2's mlp_ratio for an MLP of this hidden width. Raises ValueError if there is none."""
-    ratio: float
-    for ratio in (*range(1, 17), 1.5 * hidden / width, (hidden + 0.5) / width):
-        result = int(width * ratio)
+    # transformers accepts only whole numbers.
+    for ratio in range(1, 17):
+        result = width * ratio
         if is_gated:
             result = (int(result * 2 / 3) + 7) // 8 * 8
         if result == hidden:
             return ratio
-    raise ValueError(f"hidden width {hidden} of SwiGLU, which is not a multiple of 8")
+    kind = "SwiGLU" if is_gated else "MLP"
+    raise ValueError(f"{kind} of hidden width {hidden} at width {width}, which is no whole mlp_ratio")
 
 
 class DINOv2WithRegisters(DINOv2):
