@@ -327,7 +327,7 @@ def refuse_planted(path: Path, remedy: str) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on the file at `path`; the kernel releases it when the process ends for any reason.
 
-    Raises StorageError if the file system has no locks, or if the path is a link or a pipe.
+    Raises StorageError if the file system does not support locks, or if the path is a link or a pipe.
     """
     with open(path, "a", opener=open_regular) as file:
         take_lock(file.fileno(), path, wait=True)

@@ -306,7 +306,7 @@ class MaskedConfig(ViTConfig):
             return source
         reason = ""
         if not isinstance(source, ViTConfig) or source.family != "vit":
-            reason = f"models of family {source.family} have no sequence of patches"
+            reason = f"models of family {source.family} do not process a sequence of patches"
         elif source.stem is not None:
             reason = "its ResNet stem shows the pixels of a patch to the patches around it"
         elif source.last_norm == "pooled":

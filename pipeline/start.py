@@ -186,7 +186,7 @@ def join(cfg: TrainConfig, job: Job) -> Group:
 def build(task: WorkerTask, group: Group, init: str | None) -> Worker:
     """Collective: build this worker's model, engine, data and hooks; `init` is the path of initial weights, if any.
 
-    Raises ConfigError, DataError, StorageError.
+    Raises ConfigError, DataError and StorageError.
     """
     cfg = task.cfg
     job = task.job
@@ -292,7 +292,7 @@ def build_model(
 
 
 def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engine:
-    """Wrap the model in the DeepSpeed engine, or in exact mode in the engine that sums in a fixed order."""
+    """Wrap the model in the DeepSpeed engine or, in exact mode, in the engine that sums gradients in a fixed order."""
     settings = engine_settings(cfg, accumulation)
     decayed = models.decayed_parameters(model)
     if cfg.exact_parts:

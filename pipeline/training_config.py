@@ -188,9 +188,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class TrainConfig(SavingConfig, EngineConfig):
-    """The config of a trained stage; its defaults, except for `optim.clip`, are the paper's for ViT-B/16 (table 3).
+    """The config of a trained stage; its defaults are those of the paper's ViT-B/16 (table 3), except for `optim.clip`.
 
-    They are the values for pretraining on JFT-300M.
+    The paper uses these values for pretraining on JFT-300M.
 
     The objective "masked" (paper, B.1.2) trains a "Masked-…" model; `target`, `corrupted`, `masked` and `swapped` are
     keys of `model`. Labels are not read and may be missing. A later stage can fine-tune the ViT inside this model.
@@ -215,7 +215,7 @@ class TrainConfig(SavingConfig, EngineConfig):
     evaluate_every: int = 0  # steps between evaluations; 0: only at the end
     probe: ProbeConfig = field(default_factory=ProbeConfig)  # few-shot probe during training, at every evaluation
     log_every: int = 50  # steps between log lines
-    max_skipped: int = 5  # consecutive non-finite steps before a roll-back; exit 70 if that does not help
+    max_skipped: int = 5  # consecutive non-finite steps before a rollback; exit 70 if that does not help
     timeout_s: float = 1800.0  # longest wait in a collective for workers that have not joined it
     stall_s: float = 600.0  # restart the attempt if no worker enters a new phase for this long
 

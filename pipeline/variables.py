@@ -1,4 +1,4 @@
-"""Keeps the values of environment variables out of records: a recipe's `${oc.env:DATA}/train` is recorded as such.
+"""Keeps the values of environment variables out of records: `${oc.env:DATA}/train` is recorded with the name DATA.
 
     note({"data": {"train": "${oc.env:DATA}/train"}})         DATA is /private/projects
     recorded({"train": "/private/projects/train"})      →  {"train": "${oc.env:DATA}/train (sha256 4be1a02c)"}

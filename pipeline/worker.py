@@ -28,7 +28,7 @@ from pipeline.training_data import Arithmetic
 
 @dataclass(frozen=True)
 class Job:
-    """The inputs and folders of one attempt of a stage. Paths are absolute, because workers run in other folders."""
+    """The inputs and folders of one attempt of a stage; paths are absolute, because workers run in other folders."""
 
     run: str  # the run directory, shared by all nodes unless there is a `remote`
     directory: str  # folder of this stage

@@ -8,7 +8,7 @@ How a data set on the Hub is read:
    requests use this address directly, and so do not count towards the Hub's rate limit; after that, the Hub gives
    a new one.
 
-    pin("hf://datasets/me/photos/train/*.tar", Path("indexes/photos"), cache.patiently, 30.0)
+    pin("hf://datasets/me/photos/train/*.tar", Path("indexes/photos"), cache.with_retries, 30.0)
     →   hf://datasets/me/photos@6f1c…/train/*.tar        indexes/photos/hub.json: {"datasets/me/photos@main": "6f1c…"}
 
 The token is HF_TOKEN in the environment, and is sent only to the Hub (HF_ENDPOINT, or huggingface.co). A token that
@@ -84,11 +84,11 @@ def parsed(url: str) -> Any:
 # ------------------------------------------------------------------------------------ one commit for all readers
 
 
-def pin(url: str, folder: Path, patiently: Callable[[str, Callable[[], str]], str], timeout_s: float) -> str:
+def pin(url: str, folder: Path, with_retries: Callable[[str, Callable[[], str]], str], timeout_s: float) -> str:
     """Replace the revision in a URL with its commit: the commit recorded in `folder`, or else the current one.
 
-    The current commit is then recorded in `folder`. `patiently` retries failed requests. Raises DataError if the data
-    set or its revision does not exist, StorageError if the data set is gated and the token has no access.
+    The current commit is then recorded in `folder`. `with_retries` sends a request, with retries. Raises DataError if
+    the data set or its revision does not exist, StorageError if the data set is gated and the token has no access.
     """
     parts = parsed(url)
     name = f"datasets/{parts.id}@{parts.revision or 'main'}"
@@ -97,7 +97,7 @@ def pin(url: str, folder: Path, patiently: Callable[[str, Callable[[], str]], st
     if record.exists():
         pins = json.loads(record.read_text())
     if not COMMIT.fullmatch(pins.get(name, "")):
-        pins[name] = patiently(url, partial(commit_of, url, timeout_s))
+        pins[name] = with_retries(url, partial(commit_of, url, timeout_s))
         record.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(record, json.dumps(pins, indent=1) + "\n")
     return f"hf://datasets/{parts.id}@{pins[name]}/{parts.path_in_repo}".rstrip("/")

@@ -59,7 +59,8 @@ def listed_rows(path: str, index: Index) -> np.ndarray:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path}: not a list of samples: {error}\n  expected lines of a key, or of a shard, a tab and a key"
+            f"{path}: not a list of samples: {error}\n"
+            "  expected one sample per line: a key, or a shard, a tab and a key"
         ) from None
     return rows_listed(index, samples, path)
 

@@ -114,7 +114,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Index:
-    """A data set of shards. `class_counts[c]` samples have the label c; `digest` identifies the data set."""
+    """A data set stored in shards. `class_counts[c]` samples have the label c; `digest` identifies the data set."""
 
     shards: Sequence[Shard]  # a tuple; mapped columns for a large set; JoinedShards for several sets
     classes: int

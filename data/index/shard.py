@@ -188,7 +188,7 @@ def reopened(path: Path, digest: bytes, excluded: frozenset[int]) -> MappedShard
 
 
 def write_columns(path: Path, content: Mapping[str, Any], shards: Sequence[Shard]) -> None:
-    """Write the columns of shards; `content` is the rest of the index's JSON."""
+    """Write the column file for an index's shards; `content` is the rest of the index's JSON."""
     file = BytesIO()
     for column in ("samples", "bytes"):
         np.save(file, np.array([getattr(shard, column) for shard in shards], "<i8"))

@@ -5,7 +5,7 @@ How a shard gets into the cache (`Cache.path`):
 2. Otherwise this process takes the lock of the shard. One process of a node downloads it while the others wait.
 3. `make_room` deletes the least recently used shards until the new one fits within the limit.
 4. `fetch` appends pieces of 16 MiB to `<sha256>.part` and resumes an earlier incomplete download.
-5. A failed request is retried with exponential backoff and jitter (`patiently`).
+5. A failed request is retried with exponential backoff and jitter (`with_retries`).
 6. If the sha256 is correct, the file gets its final name; otherwise it is downloaded once more from the start.
 
 `Prefetcher` does this in the background for upcoming steps. The order determines which shards the slots of a step need
@@ -161,7 +161,7 @@ class Cache:
         raise DataError(f"{redacted(url)}: its sha256 differs from the index; index the shard again")
 
     def keep_alive(self, part: Path) -> None:
-        """Report that a download still waits for its store, also to the processes that wait for this download."""
+        """Report to the loader, and to processes waiting for a download, that it is still waiting for its store."""
         with suppress(OSError):
             os.utime(part)
         self.progress()
@@ -184,9 +184,9 @@ class Cache:
 
     def read(self, url: str, start: int, stop: int, waiting: Callable[[], object] | None = None) -> bytes:
         """Return bytes start … stop−1 of a URL, or fewer if the response ends early."""
-        return self.patiently(url, partial(read_range, url, start, stop, self.cfg.timeout_s), waiting)
+        return self.with_retries(url, partial(read_range, url, start, stop, self.cfg.timeout_s), waiting)
 
-    def patiently(self, url: str, ask: Callable[[], Answer], waiting: Callable[[], object] | None = None) -> Answer:
+    def with_retries(self, url: str, ask: Callable[[], Answer], waiting: Callable[[], object] | None = None) -> Answer:
         """Return the result of `ask`, with the retries of `Retry`.
 
         `waiting` (default: `progress`) is called during the pauses for which the store asks. Raises DataError for a
@@ -195,7 +195,7 @@ class Cache:
         """
         retry = Retry(self.cfg.attempts, self.cfg.backoff_s, self.stopped, waiting or self.progress)
         try:
-            return retry.patiently(redacted(url), ask)
+            return retry.with_retries(redacted(url), ask)
         except FileNotFoundError:
             raise DataError(f"{redacted(url)}: this shard or its bucket does not exist") from None
 

@@ -315,7 +315,7 @@ class Retry:
         self.stopped = stopped
         self.waiting = waiting
 
-    def patiently(self, address: str, ask: Callable[[], Answer]) -> Answer:
+    def with_retries(self, address: str, ask: Callable[[], Answer]) -> Answer:
         """Return the result of `ask`, with retries; `address` is the name for messages.
 
         Raises at once: FileNotFoundError, because retries do not help; DataError if the store's client is not installed
@@ -350,9 +350,9 @@ class Retry:
                     raise denial(address, reason, attempt + 1) from None
             except Exception as error:
                 reason = type(error).__name__
-                ordered_s = pause_ordered_by(error)
-                if ordered_s is not None:
-                    throttled_s = self.wait_as_ordered(address, ordered_s, throttled_s)
+                requested_s = requested_pause(error)
+                if requested_s is not None:
+                    throttled_s = self.wait_as_requested(address, requested_s, throttled_s)
                     continue
             if attempt == WARN_AT_ATTEMPT:
                 remedy = f": {DENIALS[reason]}" if reason in DENIALS else ""
@@ -368,23 +368,23 @@ class Retry:
             f"{address}: no response after {attempt} attempts, last error {reason}; run again when the store responds"
         )
 
-    def wait_as_ordered(self, address: str, ordered_s: float, throttled_s: float) -> float:
+    def wait_as_requested(self, address: str, requested_s: float, throttled_s: float) -> float:
         """Wait as long as the store requests; return the total length of such pauses, `throttled_s` included.
 
         Raises StorageError if the total exceeds LONGEST_THROTTLED_S.
         """
-        total_s = throttled_s + max(1.0, ordered_s)
+        total_s = throttled_s + max(1.0, requested_s)
         if total_s > LONGEST_THROTTLED_S:
             raise StorageError(
-                f"{address}: the store limits the rate of requests, and asks for a pause of {ordered_s:.0f} s after "
+                f"{address}: the store limits the rate of requests, and asks for a pause of {requested_s:.0f} s after "
                 f"pauses of {throttled_s:.0f} s; run again later, or use fewer nodes or a lower data.cache.fetchers"
             )
         if throttled_s < WARN_IF_THROTTLED_S <= total_s:
             logging.getLogger(__name__).warning(
-                "%s: the store limits the rate of requests; waiting %.0f s, as it requests", address, ordered_s
+                "%s: the store limits the rate of requests; waiting %.0f s, as it requests", address, requested_s
             )
         # Never shorter than the store asks; the random part spreads many readers that were refused together.
-        self.pause(ordered_s + random.uniform(0, max(self.backoff_s, ordered_s / 4)), self.waiting)
+        self.pause(requested_s + random.uniform(0, max(self.backoff_s, requested_s / 4)), self.waiting)
         return total_s
 
     def pause(self, pause_s: float, waiting: Callable[[], object]) -> None:
@@ -395,7 +395,7 @@ class Retry:
             time.sleep(min(0.1, max(0.0, ends_at - time.monotonic())))
 
 
-def pause_ordered_by(error: BaseException) -> float | None:
+def requested_pause(error: BaseException) -> float | None:
     """Return the pause, in seconds, that a store requests when it rejects a request; None for other errors."""
     link: BaseException | None = error
     while link is not None:
@@ -483,7 +483,7 @@ async def ask_azure(sent: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
 
 
 async def ask_google(
-    asked_once: Callable[..., Awaitable[Any]],
+    send_once: Callable[..., Awaitable[Any]],
     filesystem: AbstractFileSystem,
     method: str,
     path: str,
@@ -494,7 +494,7 @@ async def ask_google(
 
     gcsfs would retry HTML and XML pages, and take a JSON page for an empty list.
     """
-    answer = await asked_once(filesystem, method, path, *args, **options)
+    answer = await send_once(filesystem, method, path, *args, **options)
     # Reads have complete URLs as paths; an object may contain anything.
     if path.startswith("b/"):
         refuse_page(answer[-1])
@@ -552,8 +552,8 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
         if scheme == "s3":
             filesystem.retries = min(filesystem.retries, 1)  # s3fs's own retries, around those of botocore
         elif scheme == "gs":
-            asked_once = type(filesystem)._request.__wrapped__  # without gcsfs's six attempts in 35 s
-            filesystem._request = partial(ask_google, asked_once, filesystem)
+            send_once = type(filesystem)._request.__wrapped__  # without gcsfs's six attempts in 35 s
+            filesystem._request = partial(ask_google, send_once, filesystem)
         else:
             policy = filesystem.service_client._config.retry_policy
             policy.total_retries = min(policy.total_retries, 0)  # Azure's retries take 83 s

@@ -113,6 +113,7 @@ def build_index(
     check_name(name, "a set", "give its name: --name train")
     folder = Path(output or tars.directory)
     folder.mkdir(parents=True, exist_ok=True)
+    at = at and pinned(at, folder, fetcher)
     path = folder / f"{name}{SUFFIX}"
     # Indexing a set again must keep its class names and so its digest. But if other tars have replaced the old ones,
     # the old names do not apply.
@@ -186,7 +187,7 @@ class IndexJob:
     sha256: str  # of a tar that stays in the cache; empty for others
 
     def opened(self) -> AbstractContextManager[BufferedReader | BufferedRandom]:
-        """Return the tar as a file of this machine, downloaded if it is remote. Raises DataError, StorageError."""
+        """Open the tar as a file on this machine, downloading it if it is remote. Raises DataError, StorageError."""
         place = f"{self.directory}/{self.name}"
         if self.cache is None:
             return open(place, "rb")
@@ -342,7 +343,7 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
 
 
 def check_kept(url: str) -> None:
-    """Raise DataError unless a URL is allowed to be read, and to be stored in an index."""
+    """Raise DataError unless a URL may be read and may be stored in an index."""
     check_url(url)
     if not urlsplit(url).hostname:
         raise DataError(f"{redacted(url)}: has no bucket or host; expected a URL like s3://bucket/train")
@@ -405,10 +406,10 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
             if url.endswith(".tar") and "*" not in url and not url.startswith("hf:"):
                 named.append(url)
             else:
-                files.update(cache.patiently(url, partial(list_tars, url, timeout_s)))
+                files.update(cache.with_retries(url, partial(list_tars, url, timeout_s)))
     # Requesting a size is one short request that mostly waits, so use more threads.
     with ThreadPoolExecutor(4 * workers) as pool, set_on_error(stopped):
-        requests = {url: pool.submit(cache.patiently, url, partial(size_of, url, timeout_s)) for url in named}
+        requests = {url: pool.submit(cache.with_retries, url, partial(size_of, url, timeout_s)) for url in named}
         for url, request in requests.items():
             files[url] = RemoteFile(request.result())
     if not files:
@@ -441,5 +442,5 @@ def pinned(url: str, folder: Path, cache: Cache) -> str:
     if not url.startswith("hf:"):
         return url
     pin = load_optional(HUB + "pin", "hf://")
-    result: str = pin(url, folder, cache.patiently, cache.cfg.timeout_s)
+    result: str = pin(url, folder, cache.with_retries, cache.cfg.timeout_s)
     return result

@@ -137,7 +137,7 @@ class OpenShard(NamedTuple):
 
 
 class ShardReader:
-    """Returns (key, image bytes, label bytes) of any sample, and keeps recently used shards mapped.
+    """Reads any sample as (key, image bytes, label bytes), and keeps recently used shards mapped.
 
     With `by_range`, samples of missing remote shards are read individually; otherwise reading waits for the shard.
     """

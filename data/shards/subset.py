@@ -97,7 +97,7 @@ class Rule:
 
 
 def check_seed(seed: int | None) -> None:
-    """Raise ConfigError if a seed is outside the range of numpy and of the other seeds in a recipe."""
+    """Raise ConfigError if a seed is outside the range that numpy and the other seeds of a recipe accept."""
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(f"seed is {seed}, expected 0 to {2**63 - 1}")
 
@@ -225,7 +225,7 @@ def read_all_labels(
 def read_shard_labels(
     index: Index, cache: CacheConfig, wanted: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the concatenated labels of a shard's samples, and the number per sample; unusable labels are omitted.
+    """Return the concatenated labels of a shard's samples, and the number of labels per sample; omit unusable labels.
 
     `index` contains only this shard; only labels of `wanted` (N,) samples are read. A text is identified by its digest
     if it is a class id or name; for any other digest, the label of one sample is read.

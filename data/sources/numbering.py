@@ -99,7 +99,7 @@ class Numbering:
     known: int | None = None  # number of the source's classes; None: unknown
 
     def labels(self, labels: Sequence[int], key: str) -> tuple[int, ...]:
-        """Return the written labels of a sample; raises DataError for an id without a name."""
+        """Return the labels to write for a sample; raises DataError for an id without a name."""
         if self.known is not None and max(labels, default=0) >= self.known:
             raise DataError(
                 f"sample {printable(key)} has label {max(labels)}, but there are {self.known} class names\n"

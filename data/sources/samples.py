@@ -1,4 +1,4 @@
-"""Samples to be packed: encoded images with class ids; the digits data set; descriptions of known data sets.
+"""Samples to pack: encoded images with class ids; the digits data set; descriptions of known data sets.
 
 A source is a generator of `Sample` in a fixed order. Lists of files are ordered by the hash of their names, so that
 every shard mixes classes. Nothing is unpickled. The function `…_classes` next to a source returns its class names, in

@@ -22,6 +22,7 @@ from jobs.cluster.ray import connect
 from jobs.cluster.worker import LOOPBACK
 from jobs.cluster_config import ClusterConfig
 from pipeline.identity import Identity, workers_per_gpu
+from pipeline.values import counted
 
 if TYPE_CHECKING:
     from jobs.cluster.ray_nodes import RayNodes
@@ -54,16 +55,9 @@ class ThisMachine:
         gpus = self.cluster.gpus_per_worker
         if not gpus:
             return worlds[0]
+        check_gpus(self.cluster, worlds[-1])
         present, _ = self.gpus_present()
-        for world in worlds:
-            if world * gpus <= present:
-                return world
-        raise ClusterError(
-            f"{worlds[-1]} workers need {worlds[-1] * gpus} GPUs, but this machine has {present}\n"
-            f"  cluster.backend=processes uses only one machine\n"
-            f"  set cluster.workers={max(1, present // gpus)}, cluster.gpus_per_worker=0, "
-            f"or cluster.backend=ray to use several machines"
-        )
+        return next(world for world in worlds if world * gpus <= present)
 
     def agents(self, world: int) -> list[NodeAgent]:
         """Return the agents of the nodes with reserved slots, in the order of the ranks; start the missing agents."""
@@ -113,10 +107,32 @@ class ThisMachine:
 
     def gpus_present(self) -> tuple[int, str]:
         """Return the number of GPUs, and where they are: "machine" (this one) or "cluster"."""
-        # torch also respects CUDA_VISIBLE_DEVICES. Imported here, because torch takes a second to import.
-        import torch
+        return local_gpus(), "machine"
 
-        return torch.cuda.device_count() * workers_per_gpu(), "machine"
+
+def local_gpus() -> int:
+    """Return the number of GPUs of this machine, times the number of workers that share a GPU."""
+    # torch also respects CUDA_VISIBLE_DEVICES. Imported here, because torch takes a second to import.
+    import torch
+
+    return torch.cuda.device_count() * workers_per_gpu()
+
+
+def check_gpus(cluster: ClusterConfig, least: int) -> None:
+    """Raise ClusterError if this machine has too few GPUs for `least` workers."""
+    gpus = cluster.gpus_per_worker
+    if not gpus:
+        return
+    present = local_gpus()
+    if least * gpus > present:
+        advice = "set cluster.gpus_per_worker=0 to train on the CPU"
+        if present >= gpus:
+            advice = f"set cluster.workers={present // gpus}"
+        raise ClusterError(
+            f"expected at least {counted(least * gpus, 'GPU')} for {counted(least, 'worker')} with "
+            f"cluster.gpus_per_worker={gpus}, but torch finds {present} on this machine\n"
+            f"  {advice}, or cluster.backend=ray to use several machines"
+        )
 
 
 _machines: dict[bool, ThisMachine] = {}  # whether workers use GPUs → this process's ThisMachine

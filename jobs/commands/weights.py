@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Annotated
+from zipfile import is_zipfile
 
 import typer
 
@@ -52,4 +53,26 @@ def check_weights_exist(path: str) -> None:
         raise DataError(
             f"cannot load {path}: the folder contains neither {CONFIG} nor {THEIR_WEIGHTS}\n"
             "  a pickled pytorch_model.bin is not supported: convert it to safetensors first"
+        )
+    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
+        check_complete(file)
+
+
+def check_complete(file: Path) -> None:
+    """Raise DataError if a file of weights is truncated or in another format, without importing torch."""
+    from safetensors import SafetensorError, safe_open
+
+    problem = ""
+    if file.suffix == ".safetensors":
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            problem = f" ({error})"
+    elif file.suffix in (".npz", ".pth") and not is_zipfile(file):
+        problem = " (it has no zip directory at its end)"
+    if problem:
+        size = file.stat().st_size
+        raise DataError(
+            f"{file} is not a complete {file.suffix} file{problem}: {size:,} bytes\n  download or copy it again"
         )

@@ -60,11 +60,12 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
         # If the run is in an object store, packed shards would be on this machine only.
         require(
             campaign.remote is None or not stage.kind.sets(stage.config),
-            f"{stage.name} is a {stage.kind.name} stage, but run is {campaign.remote}: other nodes could not read the "
-            "packed shards\n"
+            f"{stage.name} is a {stage.kind.name} stage, but run is {campaign.remote}: other nodes could not read "
+            "what it writes\n"
             "  expected data sets that every node can read, such as data.train: indexes/train for shards at s3://…\n"
-            "  first pack the images with python -m jobs pack, and copy the tars to the store;\n"
-            "  then run python -m jobs index s3://BUCKET/SET --output indexes/train (docs/run-storage.md)",
+            "  first pack images with python -m jobs pack, and copy the tars to the store;\n"
+            "  then run python -m jobs index s3://BUCKET/SET --output indexes/train, also for a URL in the recipe\n"
+            "  (docs/run-storage.md)",
         )
     check_run_path(campaign.run)
     campaign = with_values(replace(campaign, stages=tuple(stages.values())))

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 from data.errors import ConfigError, Preempted
-from jobs.cluster.nodes import nodes_of, start_early
+from jobs.cluster.nodes import check_gpus, nodes_of, start_early
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster_config import ClusterConfig, cores
 from jobs.ownership import Lease
@@ -106,6 +106,8 @@ def sweep(run: Path) -> None:
 
 def start_workers(cluster: ClusterConfig, log: RunLog) -> None:
     """Start or join the Ray cluster, or start the fork server if workers are plain processes."""
+    if cluster.backend == "processes":
+        check_gpus(cluster, cluster.least)  # before images are packed
     # Importing the training code takes a second, mostly for torch. Meanwhile the fork server, or the processes of an
     # embedded Ray cluster, start on another core.
     start_early(cluster)

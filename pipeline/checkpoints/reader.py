@@ -227,7 +227,7 @@ class Reader:
         return sum(fragments.hashed_bytes for fragments in self.opened.values())
 
     def __call__(self, name: str, kind: str, start: int, count: int) -> Tensor:
-        """Return elements [start, start + count) of one parameter's master weight or moment, flat fp32.
+        """Return elements [start, start + count) of one parameter's master weight or moment, as flat fp32.
 
         Raises CheckpointError if the checkpoint lacks the parameter or a part of the range, DamagedCheckpoint if the
         bytes differ from the committed bytes.

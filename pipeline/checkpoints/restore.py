@@ -141,7 +141,7 @@ class Reading:
         self.failure: CheckpointError | None = None
 
     def __call__(self, name: str, kind: str, start: int, count: int) -> Tensor:
-        """Return elements [start, start + count) of one parameter's master weight or moment, flat fp32."""
+        """Return elements [start, start + count) of one parameter's master weight or moment, as flat fp32."""
         if self.failure is None:
             try:
                 if self.reader is None:

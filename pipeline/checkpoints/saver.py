@@ -115,8 +115,8 @@ class Saver:
     def ensure_committed(self, step: int, begin: Callable[[], None], *, retries: bool = False) -> bool:
         """Collective: commit this step unless it is already committed; return whether it is committed now.
 
-        `begin` starts a save of this step. It is called if no save of this step has been tried, and with `retries`
-        until a save succeeds. Raises the same errors as `finish`.
+        `begin` starts a save of this step. It is called if no save of this step has been attempted; with `retries`, it
+        is called again after each failed save. Raises the same errors as `finish`.
         """
         was_tried = self.in_flight and self.manifest.step == step
         self.finish(step)

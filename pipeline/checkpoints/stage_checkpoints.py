@@ -114,7 +114,7 @@ class StageCheckpoints:
     def fetch(self, name: str) -> Path:
         """Return a folder on this node that contains a checkpoint's files, downloaded and verified if necessary.
 
-        Raises CheckpointError if the checkpoint is damaged in the storage; StorageError, OSError.
+        Raises CheckpointError if the checkpoint is damaged in the storage. Also raises StorageError and OSError.
         """
         from pipeline.checkpoints.reader import verify  # imported here, because recipes are checked without torch
 
@@ -124,7 +124,7 @@ class StageCheckpoints:
         """Verify every byte of a checkpoint in the storage, and return a folder with its files. Raises like `fetch`."""
         from pipeline.checkpoints.reader import verify
 
-        return self.storage.fetch_set(self.folder, name, verify, anew=True)
+        return self.storage.fetch_set(self.folder, name, verify, recheck=True)
 
     # ------------------------------------------------------------------------ committing
 

@@ -85,7 +85,7 @@ def doubts(now: Conditions) -> list[str]:
 
 
 def changes(before: Conditions, now: Conditions) -> list[str]:
-    """Return the changes in conditions, since the checkpoint was saved, that may change results bitwise."""
+    """Return the changes in conditions since the checkpoint was saved that may affect results bitwise."""
     # On CPUs exact mode gives the same bits at every world size and ZeRO stage. On GPUs this has not been measured: the
     # stage decides the address of a weight, and cuBLAS may choose its kernel by the address.
     if now.exact_parts and not now.is_gpu:

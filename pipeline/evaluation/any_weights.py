@@ -48,7 +48,7 @@ def files_of(path: str) -> list[Path]:
 
 
 def digest_of(path: str, log: Callable[[str], None]) -> str:
-    """Return the digest of the weights at a path. Raises DataError if they are missing or altered; OSError."""
+    """Return the digest of the weights at a path. Raises OSError, and DataError if they are missing or altered."""
     if not is_foreign(path):
         return artifacts.check_weights(Path(path), log).sha256
     file, *configs = files_of(path)

@@ -119,7 +119,7 @@ class KeepBest(Hook):
         )
 
     def choose(self) -> ExportChoice | None:
-        """Return the step to export: the best, or None without `keep_best`. Raises CheckpointError without a record."""
+        """Return the best step to export; None without `keep_best`. Raises CheckpointError if none is recorded."""
         metric = self.cfg.keep_best
         if metric is None:
             return None

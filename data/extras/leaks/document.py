@@ -76,8 +76,8 @@ def numbers_of(leaks: Leaks, index: Index, side: Side) -> set[int]:
 def in_pairs(leaks: Leaks, index: Index, side: Side) -> np.ndarray:
     """Return a boolean array (N,): whether each sample of a data set occurs on one side of a pair.
 
-    `index` is a compared set, or a direct subset of one. If a shard contains a key twice, both samples are marked.
-    Raises DataError if leaks.json does not cover the set.
+    `index` is a compared data set, or a direct subset of one. If a shard contains a key twice, both samples are marked.
+    Raises DataError if leaks.json does not cover the data set.
     """
     numbers = numbers_of(leaks, index, side)
     if not numbers:

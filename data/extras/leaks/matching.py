@@ -35,8 +35,8 @@ class Candidate(NamedTuple):
     test: int
     is_whole_train: bool  # True: the training image in full and a crop of the test image; False: vice versa
     crop: int
-    is_synced: bool
-    alike: float
+    is_mirrored: bool
+    similarity: float
 
 
 class TestSignatures(NamedTuple):
@@ -56,31 +56,31 @@ def candidates(batch: np.ndarray, tests: TestSignatures) -> Iterator[Candidate]:
     images = len(crops)
     for start in range(0, len(tests.crops), BLOCK):
         block = tests.crops[start : start + BLOCK].astype(np.float32)
-        for is_synced in (False, True):
-            sign = MIRRORED if is_synced else np.float32(1)
+        for is_mirrored in (False, True):
+            sign = MIRRORED if is_mirrored else np.float32(1)
             # The full training image against every crop of the test images.
-            alike = (crops[:, 0] * sign) @ block.reshape(-1, COEFFICIENTS).T
-            for train, test, crop, value in best_of(alike.reshape(images, len(block), BOXES)):
-                yield Candidate(train, start + test, True, crop, is_synced, value)
+            similarities = (crops[:, 0] * sign) @ block.reshape(-1, COEFFICIENTS).T
+            for train, test, crop, value in best_of(similarities.reshape(images, len(block), BOXES)):
+                yield Candidate(train, start + test, True, crop, is_mirrored, value)
             # Every crop of the training images against the full test image.
-            alike = (block[:, 0] * sign) @ crops.reshape(-1, COEFFICIENTS).T
-            for test, train, crop, value in best_of(alike.reshape(len(block), images, BOXES)):
-                yield Candidate(train, start + test, False, crop, is_synced, value)
+            similarities = (block[:, 0] * sign) @ crops.reshape(-1, COEFFICIENTS).T
+            for test, train, crop, value in best_of(similarities.reshape(len(block), images, BOXES)):
+                yield Candidate(train, start + test, False, crop, is_mirrored, value)
 
 
-def best_of(alike: np.ndarray) -> Iterator[tuple[int, int, int, float]]:
+def best_of(similarities: np.ndarray) -> Iterator[tuple[int, int, int, float]]:
     """Yield (first, second, crop, value) with the most similar crop, for each pair of similar images."""
-    places = np.flatnonzero(alike > ALIKE)
+    places = np.flatnonzero(similarities > ALIKE)
     if len(places) == 0:
         return
-    values = alike.reshape(-1)[places]
+    values = similarities.reshape(-1)[places]
     pairs = places // BOXES
     # Sort by pair and then by decreasing similarity, so that the first entry of each pair is its best crop.
     order = np.lexsort((-values, pairs))
     _, firsts = np.unique(pairs[order], return_index=True)
     for place, value in zip(places[order][firsts].tolist(), values[order][firsts].tolist(), strict=True):
         pair, crop = divmod(place, BOXES)
-        first, second = divmod(pair, alike.shape[1])
+        first, second = divmod(pair, similarities.shape[1])
         yield first, second, crop, value
 
 
@@ -93,7 +93,7 @@ def likeness(candidate: Candidate, train: Signature, tests: TestSignatures) -> f
     else:
         whole, other = test_picture, train.picture
         y, x, height, width = boxes_of(train.proportion)[candidate.crop]
-    if candidate.is_synced:
+    if candidate.is_mirrored:
         whole = whole[:, ::-1]
     whole = np.ascontiguousarray(whole, np.float32)
     other = other.astype(np.float32)

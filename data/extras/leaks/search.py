@@ -3,8 +3,8 @@
 `find_leaks` works in this order:
 1. `write_signatures` computes the signatures of all test images, one file per shard, and merges them into arrays that
    all processes map;
-2. `alike_among` measures how often different test images look similar. If this is frequent, similar pictures do not
-   prove a leak, and the search stops with an error;
+2. `similar_pairs_among` measures how often different test images look similar. If this is frequent, similar pictures do
+   not prove a leak, and the search stops with an error;
 3. worker processes take one training shard after another. `search_shard` reads each sample once, and reports a pair
    a. if its bytes equal those of a test image: exact;
    b. if it is a candidate and its picture fits the test image (data.extras.leaks.matching): perceptual;
@@ -129,7 +129,7 @@ def find_leaks(
 
     # Measure on these test sets whether the search can distinguish copies from other images.
     if fits < 1:
-        alike, compared = alike_among(open_signatures(signatures).signatures)
+        alike, compared = similar_pairs_among(open_signatures(signatures).signatures)
         settings["test_pairs"] = {"alike": alike, "compared": compared}
         share = alike / max(compared, 1)
         if alike >= MIN_SIMILAR and share > MAX_SIMILAR_SHARE:
@@ -272,7 +272,7 @@ def open_signatures(folder: Path) -> TestImages:
     return TestImages(TestSignatures(**arrays), by_bytes, by_pixels)
 
 
-def alike_among(tests: TestSignatures) -> tuple[int, int]:
+def similar_pairs_among(tests: TestSignatures) -> tuple[int, int]:
     """Return the number of candidates among all pairs of SAMPLED random test images, and the number of pairs."""
     has_structure = np.flatnonzero(tests.crops[:, 0].any(axis=1))
     # Draw at random and not at equal distances: in a periodic set, equal distances would select similar images.

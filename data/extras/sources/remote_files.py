@@ -2,7 +2,7 @@
 
     remote_parquet("hf://datasets/me/photos@6f1c…/data/*.parquet")   →   [RemoteParquet("…/train-00000.parquet"), …]
 
-Packing first reads the end of every file, where Parquet describes its columns, then one file after the other. A file is
+Packing first reads the end of every file, which describes its columns, and then one file after another. A file is
 downloaded into the cache of remote shards, and compared with the sha256 that the Hub reports.
 """
 
@@ -37,13 +37,13 @@ class RemoteParquet:
         return redacted(self.url)
 
     def by_range(self) -> BufferedReader:
-        """Return a file object that requests what is read; a file that is small or already here is used as a whole."""
+        """Return a file object that reads by range requests; a small or already cached file is opened as a whole."""
         if self.shard.bytes <= SMALLEST or self.cache.has(self.shard):
             return self.downloaded()
         return BufferedReader(RangeFile(self), READ_AHEAD)
 
     def downloaded(self) -> BufferedReader:
-        """Return the file in the cache, downloaded if needed. Raises DataError, StorageError."""
+        """Open the file in the cache, downloading it if needed. Raises DataError, StorageError."""
         return self.cache.opened(self.url, self.shard)
 
 
@@ -81,14 +81,14 @@ class RangeFile(RawIOBase):
 def remote_parquet(source: str) -> list[RemoteParquet]:
     """Return the Parquet files at a URL: a file, a folder, or a pattern with `{000..999}` or `*`.
 
-    Raises DataError if there are none, or if the store does not report their sha256; StorageError.
+    Raises StorageError, and DataError if there are none or if the store does not report their sha256.
     """
     if not source.startswith("hf:"):
         raise Refused(f"{redacted(source)}: Parquet files can be packed from hf:// and from folders; copy them first")
     cache = Cache(CacheConfig())
     files = []
     for url in braceexpand(source, escape=False):
-        listed = cache.patiently(url, partial(list_files, url, ".parquet", cache.cfg.timeout_s))
+        listed = cache.with_retries(url, partial(list_files, url, ".parquet", cache.cfg.timeout_s))
         for place, file in listed.items():
             if not place.endswith(".parquet"):
                 continue

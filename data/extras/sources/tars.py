@@ -114,7 +114,7 @@ def tars(
 
 
 def paths_of(source: str | os.PathLike[str] | Sequence[str]) -> list[Path]:
-    """Return the tars in a folder, pattern or list; a folder's compressed tars only if it has no uncompressed ones.
+    """Return the tars in a folder or list, or matching a pattern; compressed ones only if a folder has no others.
 
     Raises DataError if there are no tars, or if some tars in a folder would be ignored.
     """

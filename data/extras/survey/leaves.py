@@ -1,4 +1,4 @@
-"""Read a tree of folders in which each innermost folder is a class, by listing its images in a table.
+"""Read a tree of folders, each innermost folder being a class, by listing its images in a table.
 
 train/animals/cat/1.jpg            path,label
 train/animals/dog/2.jpg     →      /data/train/animals/cat/1.jpg,cat

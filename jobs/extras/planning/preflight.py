@@ -41,7 +41,7 @@ from pipeline.checkpoints.saver import bytes_to_come, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.extras.plan.memory import memory_need, snapshot_bytes
 from pipeline.extras.plan.memory_traces import TraceFailed
-from pipeline.extras.preflight.folder import answering
+from pipeline.extras.preflight.folder import acting_as_driver
 from pipeline.extras.preflight.worker import PreflightReport, examine, examine_node
 from pipeline.identity import code_version
 from pipeline.training_config import TrainConfig
@@ -238,7 +238,7 @@ def measure_everywhere(
             "largest_bytes": min(max(largest, SMALLEST_ALL_REDUCE), LARGEST_ALL_REDUCE),
             "timeout_s": cluster.start_timeout_s,
         }
-        with answering(shared):
+        with acting_as_driver(shared):
             try:
                 report = run_worker_group(
                     examine,

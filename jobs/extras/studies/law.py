@@ -162,8 +162,8 @@ def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
     if begin not in names:
         raise DataError(
             f"{context.stage.name}.begin is {begin}, but {trunk} has no commit of this step\n"
-            f"  expected one of {', '.join(map(str, sorted(names))) or 'none'}: keep_every and save_every of the trunk "
-            "must divide it"
+            f"  expected one of {', '.join(map(str, sorted(names))) or 'none'}: "
+            "a multiple of the trunk's keep_every and save_every"
         )
     # Copy the trunk's excluded steps before `begin`.
     if (trunk / artifacts.EXCLUDED_STEPS).exists():

@@ -57,7 +57,8 @@ def family_of(described: ForeignConfig) -> tuple[Family, ForeignConfig]:
         reason = ""
         if name.startswith("siglip2"):
             reason = "; its SigLIP 2 takes images of any size (NaFlex), those of a fixed size have model_type siglip"
-        raise ValueError(f"transformers' {name} is not one of {', '.join((*FAMILIES, *TWO_TOWERS))}{reason}")
+        known = ", ".join((*FAMILIES, *TWO_TOWERS))
+        raise ValueError(f"transformers' model type {name} is not one of {known}{reason}")
     return FAMILIES[name], described
 
 

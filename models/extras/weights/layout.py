@@ -291,9 +291,8 @@ def switches_of(stored: dict[str, Tensor], layout: Layout) -> ConfigFields:
 def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
     """Add config fields inferred from the position table's shape (1, slots + patches, D).
 
-    These are the kind of positions, the slots and a square image size.
-
-    Existing fields do not change. Raises ValueError if the table does not fit them.
+    The fields are the kind of positions, the slots and a square image size. Existing fields do not change. Raises
+    ValueError if the table does not fit them.
     """
     if table is None:
         if "image_size" not in config:

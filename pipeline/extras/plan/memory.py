@@ -62,7 +62,7 @@ def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: boo
     arithmetic = batch_arithmetic(cfg, world)
     step = step_to_trace(cfg, model, world, arithmetic.accumulation, recomputed, is_gpu=is_gpu)
     trace = trace_of(step)
-    moment = trace.fullest(cfg.micro_batch)
+    moment = trace.peak(cfg.micro_batch)
     rows, columns = model.image_size
     images = cfg.micro_batch * MAX_BYTES_OF_RGB * rows * columns
     labels = cfg.micro_batch * LABELS * cfg.data.max_labels

@@ -93,11 +93,11 @@ class MemoryTrace:
     moments: tuple[Moment, ...]
     activations: tuple[Moment, ...]
 
-    def fullest(self, micro_batch: int) -> Moment:
+    def peak(self, micro_batch: int) -> Moment:
         """Return the moment of peak memory, over all kinds together, for a micro-batch size."""
         return max(self.moments, key=lambda moment: sum(moment.parts(micro_batch)))
 
-    def most_activations(self, micro_batch: int) -> int:
+    def peak_activations(self, micro_batch: int) -> int:
         """Return the peak activation memory in bytes for a micro-batch size."""
         return max(moment.parts(micro_batch)[Kind.ACTIVATIONS] for moment in self.activations)
 

@@ -1,6 +1,6 @@
 """Check whether the driver and a worker's node share a folder, and whether the folder's file system supports a run.
 
-The driver writes `driver.json` and replies to the nodes' requests (`answering`):
+The driver writes `driver.json` and replies to the nodes' requests (`acting_as_driver`):
 
     request-h3-0.json  a token from node h3
     answer-h3-0.json   the same token, and the time on the driver's clock
@@ -120,7 +120,7 @@ def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderRepor
 
 
 @contextmanager
-def answering(folder: Path) -> Iterator[None]:
+def acting_as_driver(folder: Path) -> Iterator[None]:
     """Act as the driver during a `with` block: write the driver's file to the folder, and reply to requests."""
     write_atomically(folder / DRIVER_FILE, json.dumps({"token": secrets.token_hex(16)}))
     has_ended = threading.Event()

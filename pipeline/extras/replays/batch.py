@@ -100,7 +100,7 @@ class TrainedStage:
 
     @cached_property
     def commits(self) -> Mapping[int, Path]:
-        """Return {step: checkpoint} in ascending order; if a step has several checkpoints, the newest."""
+        """Return {step: checkpoint} in ascending order, with the newest checkpoint of each step."""
         commits = {}
         for checkpoint in reversed(committed(self.folder / "checkpoints")):
             commits[step_of(checkpoint)] = checkpoint

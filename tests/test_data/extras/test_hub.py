@@ -84,6 +84,12 @@ def test_readers_keep_the_commit_of_the_first_index_after_the_branch_has_moved(s
     assert build_index(f"{SET}@{FIRST}/train", output=tmp_path / "old", name="train").digest == local.digest
 
 
+def test_index_of_local_tars_that_runs_read_from_the_hub_names_its_commit(server, local, tmp_path) -> None:
+    index = build_index(local.directory, output=tmp_path, name="train", at=f"{SET}/train")
+    assert index.directory == f"{SET}@{FIRST}/train"
+    assert server.bytes == 0
+
+
 def test_requests_wait_as_long_as_the_hub_asks_and_do_not_count_as_attempts(server, tmp_path) -> None:
     index = build_index(f"{SET}/train/*.tar", output=tmp_path / "index", name="train")
     server.requests.clear()

@@ -238,10 +238,10 @@ def test_share_of_similar_test_images_does_not_depend_on_their_order(monkeypatch
     signatures = [signature(jpeg(painting(number))) for number in range(60)]
     fields = ("crops", "picture", "proportion")
     arrays = [np.stack([getattr(sign, name) for sign in signatures] * 4) for name in fields]
-    assert search.alike_among(matching.TestSignatures(*arrays)) == (360, 28_680)
+    assert search.similar_pairs_among(matching.TestSignatures(*arrays)) == (360, 28_680)
     # Every second image: 30 paintings, and twice the share.
     monkeypatch.setattr(search, "SAMPLED", 120)
-    alike, compared = search.alike_among(matching.TestSignatures(*arrays))
+    alike, compared = search.similar_pairs_among(matching.TestSignatures(*arrays))
     assert compared == 7140
     assert alike / compared == pytest.approx(360 / 28_680, rel=0.25)
 

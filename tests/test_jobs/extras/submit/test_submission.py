@@ -267,7 +267,7 @@ def test_submission_is_retried_until_a_new_head_accepts_jobs(monkeypatch, capsys
 
 
 class Head:
-    """A fake head with one job: its log connection breaks once, then it stops answering or forgets the job."""
+    """A fake head with one job: its log connection breaks once, then it stops acting_as_driver or forgets the job."""
 
     def __init__(self, end: str) -> None:
         self.end = end

@@ -110,7 +110,7 @@ def test_a_head_that_we_cannot_compute_can_be_left_out(name, transformers, tmp_p
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "swin"}, "transformers' swin is not one of vit, dinov2"),
+        ({"model_type": "swin"}, "transformers' model type swin is not one of vit, dinov2"),
         ({"model_type": "siglip2_vision_model"}, r"NaFlex\), those of a fixed size have model_type siglip"),
         ({"model_type": "dinov3_vit", "rope_theta": 10.0}, "rotary positions with base 10.0, not 100"),
         ({"model_type": "dinov3_vit", "use_gated_mlp": True}, "is not SwiGLU"),

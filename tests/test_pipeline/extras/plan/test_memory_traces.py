@@ -32,9 +32,9 @@ def test_peak_moment_depends_on_the_micro_batch():
     update = Moment("update", (100.0, 0, 50.0, 0, 0), (0.0, 0, 0, 0, 1.0))
     backward = Moment("backward", (100.0, 0, 0, 0, 0), (0.0, 10.0, 0, 0, 1.0))
     trace = MemoryTrace(0, (update, backward), (backward,))
-    assert trace.fullest(2).phase == "update"
-    assert trace.fullest(6).phase == "backward"
-    assert trace.fullest(6).parts(6) == [100, 60, 0, 0, 6]
+    assert trace.peak(2).phase == "update"
+    assert trace.peak(6).phase == "backward"
+    assert trace.peak(6).parts(6) == [100, 60, 0, 0, 6]
 
 
 @pytest.fixture
