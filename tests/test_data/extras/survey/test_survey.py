@@ -104,5 +104,5 @@ def test_a_table_with_a_label_that_packing_refuses_is_refused(tmp_path, label: s
     write_images(tmp_path, {"images": 3})
     rows = ["path,label", "images/0.jpg,0", "images/1.jpg,1", f'images/2.jpg,"{label}"']
     (tmp_path / "photos.csv").write_text("\n".join(rows))
-    with pytest.raises(DataError, match="photos.csv: images/2.jpg: "):
+    with pytest.raises(DataError, match=r"photos\.csv: images/2\.jpg: "):
         survey(str(tmp_path / "photos.csv"), report=lambda _: None)
