@@ -1,9 +1,11 @@
 # make env    .venv with everything constraints.txt pins, and the command patchline; does nothing when up to date
+#             CPU=1 takes PyTorch's builds without CUDA, for a machine without a GPU: 4 GB less
 # make demo   the whole campaign on UCI's handwritten digits: shards to few-shot, with a worker killed on the way
 # make cluster-demo  the README's "Submit to a cluster" on three hosts of this machine, one of them killed; needs root
 # make check  style, types, the layout and the quick tests, within two minutes
 # make test   all tests but the long ones, two at a time; says at the end how long each area took
-# make soak   the long tests, make check-oldest, then an hour of faults; MINUTES=5 makes it shorter, SEED=7 repeats one
+# make soak   the long tests, make check-oldest, an hour of 48 readers on an emulated Hub, then an hour of faults;
+#             MINUTES=5 makes both shorter, SEED=7 repeats the faults
 # make check-oldest  the quick tests with Python 3.12 and torch 2.11, in .venv-oldest
 # make gpu    what only a GPU can show: its tests and benchmarks, one page that grows; DEVICE=cpu rehearses it
 # make gpu-bundle  .gpu/: what a GPU machine without network, Ray and DeepSpeed lacks to run `make gpu`
@@ -15,6 +17,17 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN := .venv/bin
 MINUTES ?= 60
 STAMP := .venv/.installed
+
+# PyTorch's own package index: only it has the builds without CUDA, of torch and of the torchvision that fits them.
+CPU ?=
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+ifeq ($(CPU),)
+CONSTRAIN := cat constraints.txt
+INDEX :=
+else
+CONSTRAIN := sed -E -e '/^(triton|nvidia-|cuda-)/d' -e 's/^(torch|torchvision)=+(.*)/\1==\2+cpu/' constraints.txt
+INDEX := --extra-index-url $(CPU_INDEX)
+endif
 
 # An environment with the oldest torch that pyproject.toml allows.
 OLDEST ?= .venv-oldest
@@ -31,8 +44,10 @@ env: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "found no Python 3.11 or newer; install one, or name it: make env PYTHON=/path/to/python3.11"; exit 69; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -c $(PRINT_REQUIREMENTS) > $(STAMP).txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(STAMP).txt
+	@$(BIN)/python -c $(PRINT_REQUIREMENTS) > $(STAMP).txt
+	@$(CONSTRAIN) > $(STAMP).constraints.txt
+	@echo "installing $$(grep -c = $(STAMP).constraints.txt) packages into .venv, in about five minutes"
+	$(BIN)/python -m pip install $(INDEX) --constraint $(STAMP).constraints.txt --requirement $(STAMP).txt
 	@# the command $(BIN)/patchline, which runs this very checkout
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $(STAMP)
@@ -66,6 +81,7 @@ test: env
 soak: env
 	$(BIN)/python -m pytest -m slow
 	$(MAKE) check-oldest
+	$(BIN)/python -m tests.support.hub_soak --minutes $(MINUTES)
 	$(BIN)/python -m tests.support.cluster_soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # If torch sees no GPU it is rehearsed on the CPU, with tiny models, in minutes.

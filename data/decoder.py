@@ -61,7 +61,7 @@ from data.shards.reader import ShardReader, read_labels
 # b: samples per micro-batch, L: maximum number of labels per sample, S: side of an image
 
 MAX_REPLACEMENTS = 100  # consecutive bad samples after which a data set counts as unusable
-MOST_PIXELS = 1 << 22  # maximum size of an image that the GPU decodes: 12 MB after decoding
+MAX_PIXELS = 1 << 22  # maximum size of an image that the GPU decodes: 12 MB after decoding
 SEED_DOMAIN = 1  # keeps augmentation's random numbers separate from the order's
 RESTARTS = 3  # restarts of a decoding process for a single micro-batch
 MEASURED = 128  # images decoded to measure the decoding speed
@@ -159,7 +159,7 @@ class Decoder:
         self.encoded: list[Encoded] = []
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state to pickle for another process, without the shard sizes, which the index contains."""
+        """Return the state to pickle, without the order's shard sizes: the receiver gets them from the index."""
         # Shard sizes of a large set are mapped memory that all processes share; pickling would copy them.
         return self.__dict__ | {"order": self.order.without_sizes()}
 
@@ -228,7 +228,7 @@ class Decoder:
                 # here; large ones would take too much GPU memory.
                 header = read_header(encoded)
                 is_usual = header.kind == "jpeg" and header.channels == 3
-                is_small = header.height * header.width <= MOST_PIXELS and len(encoded) <= image.nbytes
+                is_small = header.height * header.width <= MAX_PIXELS and len(encoded) <= image.nbytes
                 is_left_encoded = is_usual and is_small
             if is_left_encoded:
                 image.reshape(-1)[: len(encoded)] = np.frombuffer(encoded, np.uint8)
@@ -246,7 +246,7 @@ class Decoder:
 
 
 def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float | None:
-    """Measure how many images of the first non-empty shard one core decodes per second; None if reading fails."""
+    """Measure how many images per second one core decodes from the first non-empty shard; None if reading fails."""
     filled_shards = np.flatnonzero(index.shard_samples)
     if len(filled_shards) == 0:
         return None
@@ -272,7 +272,7 @@ def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float
 # ----------------------------------------------------------------------------- the process
 
 
-def send_sign_of_life(connection: Connection) -> None:
+def send_heartbeat(connection: Connection) -> None:
     """Send a heartbeat to the loader, unless the pipe is full: a send that blocks would keep a shard locked."""
     _, writable, _ = select.select([], [connection], [], 0)
     if writable:
@@ -295,7 +295,7 @@ def main(connection: Connection, memory: mmap) -> None:
         return
     # A download may take longer than `timeout_s`. Heartbeats prevent the loader from restarting this process.
     if decoder.index.remote:
-        decoder.reader.cache.progress = partial(send_sign_of_life, connection)
+        decoder.reader.cache.progress = partial(send_heartbeat, connection)
     try:
         while True:
             task, offset = connection.recv()

@@ -273,7 +273,7 @@ COMMANDS = CommandTable(
 
 
 def run_process() -> NoReturn:
-    """Run the command in sys.argv, and exit with its exit code."""
+    """Run the command given by sys.argv, and exit with its exit code."""
     leave(main())
 
 
@@ -380,7 +380,7 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
 
 
 def missing_extra(error: ImportError) -> Exception:
-    """Return the error to report after a failed import: UsageError if the module belongs to a deleted extra."""
+    """Return the error to report for a failed import: UsageError if the module belongs to a deleted extra."""
     module = error.name or ""
     # For `from pipeline.extras import best`, `error.name` is only "pipeline.extras"; the message has the module.
     missing = re.match(r"cannot import name '(\w+)'", error.msg or "")

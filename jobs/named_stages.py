@@ -1,7 +1,7 @@
 """Find the folder of a run, stage or packed data set by name, so that users need not type stage keys.
 
     runs/digits/finetune             the newest finished stage `finetune` of the run
-    runs/digits                      the newest finished stage that has the files the command needs
+    runs/digits                      the newest finished stage with the files needed by the command
     runs/digits/finetune-1a2b3c4d    exactly this folder, like any other existing path
     runs/photos/parts/held-out       the data set `held-out` of the newest finished stage `parts` that packed it
 
@@ -40,7 +40,7 @@ READS = {
     TABLE: "a sweep's table",
     RECORD: "a record",
 }
-MOST_RUNS = 8  # maximum number of runs listed in a message
+MAX_RUNS = 8  # maximum number of runs listed in a message
 OF_UNFINISHED = (TASK, CHECKPOINTS, RECORD)  # files that exist before a stage has finished
 
 
@@ -71,14 +71,13 @@ def stage_at(folder: Path) -> StageFolder | None:
 
 
 def stages_in(run: Path) -> list[StageFolder]:
-    """Return the stages in a run directory, finished stages first, and newer before older; [] for any other folder."""
+    """Return a run directory's stages, finished ones first, newer before older; [] for any other folder."""
     stages = filter(None, map(stage_at, run.glob("*/")))
     return sorted(stages, key=attrgetter("is_finished", "time"), reverse=True)
 
 
 def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed: str = "") -> str:
-    """Return the folder of the newest stage at RUN or RUN/STAGE that has the file `needs`; return other paths
-    unchanged.
+    """Return the folder of the newest stage at RUN or RUN/STAGE with the file `needs`; return other paths unchanged.
 
     Weights and data sets come only from finished stages. `typed` is the user's argument, if it differs from `path`.
     Raises DataError if no stage has the file, and UsageError if `one_name` is set and stages with different names have
@@ -100,7 +99,7 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     if not stages:
         return path  # not a run: the caller reports the error
 
-    # 2. Keep the stages that have the required file.
+    # 2. Keep the stages with the required file.
     run = stages[0].path.parent
     of_name = []
     fitting: dict[str, StageFolder] = {}  # by name, the newest of each
@@ -139,7 +138,7 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
 
 
 def no_run(path: Path) -> UsageError:
-    """Return the error for a path that is not a run; the message lists runs in it, next to it, and in ./runs."""
+    """Return the error for a path without a run; the message lists runs inside it, next to it, and in ./runs."""
     runs: dict[Path, None] = {}
     for folder, pattern in ((path, "*"), (path, "runs/*"), (Path.cwd(), "runs/*"), (path.parent, "*")):
         for record in sorted(folder.glob(f"{pattern}/*/{RECORD}")):
@@ -155,7 +154,7 @@ def no_run(path: Path) -> UsageError:
         remark = ", which is a recipe"
     text = f"no run at {path}{remark}\n  expected a run directory or a stage's folder in it"
     if listed:
-        return UsageError(f"{text}; runs nearby: {few(listed, MOST_RUNS, ', and {} more')}")
+        return UsageError(f"{text}; runs nearby: {few(listed, MAX_RUNS, ', and {} more')}")
     return UsageError(f"{text}; there are no runs nearby\n  to start one, run python -m jobs run RECIPE")
 
 
@@ -181,7 +180,7 @@ def near_path(path: str) -> str:
 
 
 def not_finished(stage: StageFolder) -> DataError:
-    """Return the error for an unfinished stage; the message reports the progress and how to get weights."""
+    """Return the error for an unfinished stage; the message reports its progress and how to get its weights."""
     run = stage.path.parent
     last = last_metrics(stage.path)
     place = "has not reported a step yet"

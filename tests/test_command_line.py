@@ -196,7 +196,7 @@ def test_a_built_in_recipe_is_found_from_any_folder(tmp_path, monkeypatch, capsy
     assert main(["plan", "digit"]) == 78
     assert "no recipe at digit\n  did you mean digits?" in capsys.readouterr().err
     assert main(["plan", "quite-another"]) == 78
-    assert "built-in recipes: cifar10, digits, vit_b16_i1k" in capsys.readouterr().err
+    assert "built-in recipes: cifar10, cifar10_bit, digits, vit_b16_i1k" in capsys.readouterr().err
 
 
 def test_a_folder_is_not_a_recipe_and_does_not_hide_a_built_in_one(tmp_path, monkeypatch, capsys):

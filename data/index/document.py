@@ -64,7 +64,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         if path.suffix == ".tar":
             kind = "a tar, one shard of a set"
             remedy = f"run python -m jobs index {path.parent}, then use that folder"
-        raise DataError(f"{path} is {kind}\n  expected a set's *{SUFFIX}, or its folder\n  {remedy}")
+        raise DataError(f"{path} is {kind}\n  expected a data set's *{SUFFIX}, or its folder\n  {remedy}")
     content, shards = read_large(path) if is_large else read_json(path, path.read_bytes())
     directory = content["directory"]
     # Paths in the JSON are relative to the index, so that index and shards can be moved together.
@@ -126,7 +126,7 @@ def json_in(folder: Path) -> Path:
 
 
 def image_folders(folder: Path) -> int:
-    """Count the sub-folders that contain images, judging by the first files in each."""
+    """Count the sub-folders with images, judging by the first files in each."""
     folders = 0
     for name in class_folders_in(folder) if folder.is_dir() else ():
         # Listing a folder of a million images would take too long for an error message.
@@ -136,9 +136,9 @@ def image_folders(folder: Path) -> int:
 
 
 def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]:
-    """Parse an index's JSON and check its seal and digest; return (everything except the shards, the shards).
+    """Parse an index's JSON and check its seal and digest; return (all entries except the shards, the shards).
 
-    Raises DataError.
+    Raises DataError if the JSON is invalid or has been altered.
     """
     try:
         content = json.loads(text)
@@ -211,7 +211,7 @@ def write_index(
     return load_index(path)
 
 
-# -------------------------------------------------------------------------------------------- large sets
+# -------------------------------------------------------------------------------------------- large data sets
 
 
 def read_large(path: Path) -> tuple[Mapping[str, Any], Sequence[Shard]]:

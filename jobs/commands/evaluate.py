@@ -25,7 +25,7 @@ from models.checks import did_you_mean
 from pipeline.values import counted
 
 STAGE = "evaluate"
-MOST_PROCESSES = 8  # maximum number of workers on a machine without GPUs; each holds the whole model
+MAX_PROCESSES = 8  # maximum number of workers on a machine without GPUs; each holds the whole model
 
 SetsAndOverrides = Annotated[
     list[str],
@@ -114,7 +114,7 @@ def evaluate(
 
     # One worker process per GPU (or CPU core) of this machine; Ray workers if RAY_ADDRESS names a cluster.
     gpus = torch.cuda.device_count()
-    cluster: dict[str, Any] = {"workers": gpus or min(cores(), MOST_PROCESSES)}
+    cluster: dict[str, Any] = {"workers": gpus or min(cores(), MAX_PROCESSES)}
     if gpus:
         cluster["gpus_per_worker"] = 1
     if "RAY_ADDRESS" not in os.environ:
@@ -128,7 +128,7 @@ def evaluate(
 
 
 def name_of(path: str) -> str:
-    """Convert the last part of a path to a name that has only letters, digits, dashes and underscores."""
+    """Convert the last part of a path to a name with only letters, digits, dashes and underscores."""
     from data.index.document import SUFFIX
 
     last = path.rstrip("/").rpartition("/")[2] or "weights"

@@ -45,7 +45,7 @@ def status(run: Run, _debug: Debug = False) -> None:
 
 
 def run_or_stage(path: str) -> Path:
-    """Return the folder of a run, or of the stage RUN/STAGE. Raises DataError."""
+    """Return the folder of a run, or of a stage given as RUN/STAGE. Raises DataError."""
     return Path(path if Path(path).exists() else find_stage(path, RECORD)).resolve()
 
 
@@ -85,7 +85,7 @@ def print_status(run: Path, store: "Bucket | None" = None) -> None:
 
 
 def describe(last: LastCommand, run: Path, storage: Storage) -> str:
-    """Describe in one line the state of the last command on a run."""
+    """Describe the state of a run's last command in one line."""
     if last.problem == "missing":
         return "unknown: no command has ended yet"
     if last.problem == "altered":

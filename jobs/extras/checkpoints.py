@@ -36,7 +36,8 @@ Step = Annotated[int | None, typer.Option(help="Step of the checkpoint; default:
 OtherRun = Annotated[str | None, typer.Option("--with", metavar="RUN", help="Run or checkpoint to compare with.")]
 OtherStep = Annotated[int | None, typer.Option("--with-step", help="Step of the checkpoint to compare with.")]
 Target = Annotated[
-    Path, typer.Option("--to", metavar="FOLDER", help="Folder for weights.safetensors and model.json; created if new.")
+    Path,
+    typer.Option("--to", metavar="FOLDER", help="Folder for weights.safetensors and model.json; created if missing."),
 ]
 
 # ------------------------------------------------------------------------------------------------ which checkpoints
@@ -150,7 +151,7 @@ def inspect(path: SavedRun, step: Step = None, _debug: Debug = False) -> None:
 
 
 def whole_state(reader: "Reader", name: str, kind: str) -> "Tensor":
-    """Return a parameter's master weight or moment as one flat fp32 tensor, concatenated from all ranks."""
+    """Return a parameter's master weight, or a moment, as one flat fp32 tensor, concatenated from all ranks."""
     elements = 0
     for start, count, _, _ in reader.pieces[name, kind]:
         elements = max(elements, start + count)
@@ -165,7 +166,7 @@ def compare(
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     _debug: Debug = False,
 ) -> None:
-    """Compare the manifests and tensors of two checkpoints; print the changes from the other checkpoint to this one."""
+    """Compare two checkpoints' manifests and tensors; print the changes from the other checkpoint to this one."""
     if more:
         raise UsageError(
             f"diff takes one run, got {' '.join([path, *more])}\n"
@@ -218,7 +219,7 @@ def compare(
 
 
 def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: Debug = False) -> None:
-    """Export a checkpoint's weights to the same files that a finished stage has."""
+    """Export a checkpoint's weights as the same files that a finished stage writes."""
     # Check before reading the checkpoint, which takes minutes.
     if target.exists() and not target.is_dir():
         raise UsageError(f"--to {target} is a file\n  expected a folder (created if it does not exist)")

@@ -86,7 +86,7 @@ def import_foreign(
     """Convert official, timm or transformers weights to Patchline's format."""
     check_weights_exist(path)
     refuse_existing(directory)
-    # "heads=3" becomes {"heads": 3}. A value that is not valid JSON is a string.
+    # "heads=3" becomes {"heads": 3}. Any value other than valid JSON is a string.
     changes: dict[str, object] = {}
     for item in overrides or []:
         field, equals, text = item.partition("=")
@@ -113,7 +113,7 @@ def import_foreign(
             "overrides": changes,
             "code": code_version(),
         }
-        # For an export: the loss of the head, and the form in which the weights came.
+        # Needed by an export: the loss used to train the head, and the original format of the weights.
         origin = {"loss": any_weights.recorded_loss(path), "form": any_weights.recorded_form(path)}
         record |= {name: value for name, value in origin.items() if value is not None}
         artifacts.record_weights(made, record)
@@ -133,7 +133,7 @@ def export(
     is_file = format in ("npz", "pth")
     if is_file and Path(path).suffix != f".{format}":
         raise UsageError(
-            f"{path} does not end in .{format}, so other programs would not recognize the format; nothing was written\n"
+            f"{path} does not end in .{format}, so other programs would not recognise the format; nothing was written\n"
             f"  use {path}.{format}"
         )
     for suffix in ("npz", "pth"):
@@ -201,7 +201,7 @@ def export(
     # 4. Report differences between the configs, and between the outputs for one random image.
     for change in differences(models.to_dict(config), models.to_dict(exported.config)):
         echo(f"becomes  {change}")
-    # Pixel values from −1 to 1, as in normalized images.
+    # Pixel values from −1 to 1, as in normalised images.
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -247,7 +247,7 @@ def refuse_existing(target: str) -> None:
 
 
 def verify(path: str, log: Callable[[str], None]) -> None:
-    """Verify our weights against their recorded digests and log the result; other projects' weights have no digests.
+    """Verify Patchline's weights against their recorded digests, and log the result; other weights have no digests.
 
     Raises DataError if a digest differs.
     """
@@ -259,7 +259,7 @@ def verify(path: str, log: Callable[[str], None]) -> None:
 
 
 def foreign_preprocessing(path: str, config: "models.ModelConfig") -> "models.Preprocessing | None":
-    """Return the preprocessing recorded with weights, for images of the model's size; None if none is recorded.
+    """Return the preprocessing recorded with weights, adapted to the model's image size; None if there is none.
 
     Logs a note if the preprocessing cannot be used, or if it is for another image size.
     """
@@ -288,7 +288,7 @@ def foreign_preprocessing(path: str, config: "models.ModelConfig") -> "models.Pr
 
 
 def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
-    """Load a model from a path. Raises DataError with the path if the model cannot be read."""
+    """Load a model from a path. Raises DataError, which names the path, if the model cannot be read."""
     changes: dict[str, Any] = dict(overrides)
     # Convert only the errors that a bad file causes, so that a bug in Patchline is reported as a bug.
     try:
@@ -302,7 +302,7 @@ def class_names(path: str) -> tuple[str, ...]:
     try:
         return models.load_class_names(path)
     except UNREADABLE as error:
-        raise DataError(f"cannot read the class names of {path}: {error}") from None
+        raise DataError(f"cannot read the class names in {path}: {error}") from None
 
 
 def report(
@@ -326,7 +326,7 @@ def report(
         f"{models.parameters_of(config):,} parameters"
     )
     echo(f"model    {'  '.join(fields)}")
-    echo(f"mapped   {len(model.state_dict())} tensors, none missing, none unknown")
+    echo(f"mapped   {len(model.state_dict())} tensors; none are missing or unknown")
 
     # 2. The class names. Without them, the class order of data sets cannot be checked.
     if config.classes and not names:
@@ -362,7 +362,7 @@ def report(
 
 
 def outputs(model: "models.Model", image: "Tensor") -> "Tensor":
-    """Return a model's logits; for a masked model, which has no logits, return the features."""
+    """Return a model's logits or, for a masked model without logits, its features."""
     config = model.config
     if config.family == "masked":
         features: Any = model.features

@@ -37,7 +37,7 @@ Part = Annotated[
     ),
 ]
 Shots = Annotated[int | None, typer.Option(min=1, help="Samples per class, drawn like those of the few-shot probe.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Random seed of --shots or --part.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Random seed for --shots or --part.")]
 
 
 def subset(

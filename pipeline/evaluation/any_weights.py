@@ -33,7 +33,7 @@ def is_foreign(path: str) -> bool:
 
 
 def files_of(path: str) -> list[Path]:
-    """Return another project's weights file and the files that describe it; `file.npz:img` names a part of a file."""
+    """Return another project's weights file and the files describing it; `file.npz:img` refers to a part of a file."""
     if ".npz" in Path(path).name:
         file = Path(path)
         if not file.exists():
@@ -48,7 +48,7 @@ def files_of(path: str) -> list[Path]:
 
 
 def digest_of(path: str, log: Callable[[str], None]) -> str:
-    """Return the digest of the weights at a path. Raises DataError if they are missing or altered; OSError."""
+    """Return the digest of the weights at a path. Raises OSError, and DataError if they are missing or altered."""
     if not is_foreign(path):
         return artifacts.check_weights(Path(path), log).sha256
     file, *configs = files_of(path)
@@ -75,11 +75,11 @@ def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
 
 
 def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
-    """Return the weights' training sets, {"path", "digest", "part_of"} each, and the path at which the records end.
+    """Return the weights' training sets, each as {"path", "digest", "part_of"}, and the path at which the records end.
 
     That path is "" if the records are complete. The records are the provenance.json of the weights' stage, of the stage
-    that it started from, and so on; they contain the digests that the data sets had at that time. Imported and exported
-    weights and other projects' weights have no such record. Raises DataError for an altered record.
+    that it started from, and so on; they contain the digests that the data sets had during training. Imported and
+    exported weights and other projects' weights have no such record. Raises DataError for an altered record.
     """
     sets: dict[str, dict[str, str | None]] = {}
     sha256: str | None = None  # digest of the weights that the previous stage started from
@@ -117,7 +117,7 @@ def recorded_preprocessing(path: str, size: tuple[int, int] | None = None) -> mo
 
 
 def recorded_loss(path: str) -> str | None:
-    """Return the loss that trained the weights' head, sigmoid or softmax; None if it is not recorded.
+    """Return the loss with which the weights' head was trained, sigmoid or softmax; None if it is not recorded.
 
     The loss is read from the record of the stage that trained the weights, also after a resize, an import or an export,
     or from the `problem_type` in a transformers folder. Raises DataError for an altered record.
@@ -134,10 +134,10 @@ def recorded_loss(path: str) -> str | None:
 
 
 def recorded_form(path: str) -> dict[str, Any] | None:
-    """Return the form in which weights were imported (models/extras/weights/formats.py); None for other weights.
+    """Return the architecture from which weights were imported, as another library names it; None if not imported.
 
-    The form is recorded by the import from which the weights' first stage started. Raises DataError for an altered
-    record.
+    It is the result of `form_of` in models/extras/weights/formats.py, recorded by the import from which the weights'
+    first stage started. Raises DataError for an altered record.
     """
 
     def foreign_form(weights: str) -> dict[str, Any] | None:

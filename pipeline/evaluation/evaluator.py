@@ -161,7 +161,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """A model, and the settings with which this process evaluates it."""
+    """A model, and the settings for evaluating it in this process."""
 
     group: EvaluationGroup
     model: nn.Module
@@ -276,7 +276,7 @@ class Evaluator:
         self.report(f"{path}: {index.samples:,} images in {duration(time.monotonic() - began)}")
 
     def batches(self, index: Index) -> Iterator[EvaluationBatch]:
-        """Iterate over this process's batches of a data set; before each, enter a phase that names the shards read.
+        """Iterate over this process's batches of a data set; before each, enter a phase that names its shards.
 
         An error while opening the data set is raised when the first batch is requested.
         """
@@ -338,7 +338,7 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
             raise DataError(
                 f"{path}: the model's outputs contain NaN or infinity for {stores[path].not_finite:,} of {readable:,} "
                 "samples, so no value was computed\n"
-                "  expected finite outputs: evaluate the weights of an earlier step, or with precision=fp32"
+                "  expected finite outputs: evaluate the weights of an earlier step, or set precision=fp32"
             )
     if request.train is not None:
         train = stores[request.train]

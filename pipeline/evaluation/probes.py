@@ -1,4 +1,4 @@
-"""Probes measure the quality of frozen features with simple classifiers that are fitted to a training set.
+"""Probes measure the quality of frozen features with simple classifiers fitted to a training set.
 
   few_shot   ridge regression on a few images per class, in closed form
   linear     the same on all images
@@ -71,7 +71,7 @@ class Outcome:
 
 
 class LinearMap(NamedTuple):
-    """A linear map that was fitted by regularised least squares."""
+    """A linear map fitted by regularised least squares."""
 
     mean: Tensor  # (D,)
     std: Tensor  # (D,)
@@ -134,7 +134,7 @@ def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, 
 
 
 def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
-    """Fit the closed-form linear map to the shots drawn with every seed; the values are named 1shot, 5shot, …
+    """Fit the closed-form linear map to the shots drawn with each seed; the values are named 1shot, 5shot, …
 
     Seeds that pick the same images count as one draw: only the first of these seeds has a result.
     """

@@ -164,7 +164,8 @@ def check_names(names: tuple[str, ...]) -> None:
     for name in names:
         require(
             name in PROTOCOLS,
-            f"protocols has {name!r}{did_you_mean(name, PROTOCOLS)}\n  expected some of {', '.join(PROTOCOLS)}",
+            f"protocols contains {name!r}{did_you_mean(name, PROTOCOLS)}\n"
+            f"  expected one or more of {', '.join(PROTOCOLS)}",
         )
-    require(len(names) > 0, f"protocols is empty\n  expected some of {', '.join(PROTOCOLS)}")
+    require(len(names) > 0, f"protocols is empty\n  expected one or more of {', '.join(PROTOCOLS)}")
     require(len(set(names)) == len(names), f"protocols contains a duplicate: {', '.join(names)}")

@@ -237,7 +237,7 @@ def test_replay_and_status_report_a_changed_record(made, capsys):
 
 
 def test_slow_check_is_logged(made, capsys, monkeypatch):
-    monkeypatch.setattr(artifacts, "SAY_AFTER_S", 0.0)
+    monkeypatch.setattr(artifacts, "LOG_AFTER_S", 0.0)
     assert main(["run", str(made)]) == 0
     assert f"verified 0.0 GB in {stage_folder(made, 'pretrain')} in 0 s" in capsys.readouterr().out
 

@@ -8,7 +8,7 @@
 
     2 differences in meaning: mine.yaml (pretrain) and table3/vit_i1k (pretrain)
      1. images seen: 115,306,496, 90 passes; other: 384,352,256, 300 passes
-        type   pretrain.passes=300
+        set    pretrain.passes=300
         paper  table 3: …
 """
 
@@ -41,7 +41,7 @@ SLIGHT = 0.05  # differences of two numbers below this relative size are listed 
 
 
 def diff(mine: str, other: str, overrides: list[str], kinds: Kinds) -> None:
-    """Print the meaningful differences between the stages of two recipes or runs.
+    """Print the meaningful differences between two recipes or runs, stage by stage.
 
     `overrides` apply to `other`. Raises UsageError if there are no stages to compare.
     """
@@ -83,7 +83,7 @@ def diff(mine: str, other: str, overrides: list[str], kinds: Kinds) -> None:
 
 
 def stages_of(path: str, overrides: list[str], kinds: Kinds) -> list[ComparedStage]:
-    """Return the stages of a run, a single stage of a run, or the stages of a recipe with overrides applied."""
+    """Return the stages of a run, one stage of a run, or the stages of a recipe after applying the overrides."""
     folder = Path(path)
     is_run = any(folder.glob("*/stage.json"))
     # The key at the end of a stage folder's name can be omitted: runs/mine/finetune.
@@ -130,7 +130,7 @@ def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
             if "*" in subject["facts"] or " " in subject["facts"]:
                 text = f"{name.rpartition('.')[2]} {text}"
             texts.append(text)
-            typed += keys_to_type(name, mine, other, others[name])
+            typed += overrides_for(name, mine, other, others[name])
         echo(f"{place:2}. {subject['subject']}: {' · '.join(texts)}{' (slight)' * is_slight}")
         # 3. Explain values that depend on each other: the weight decay convention, the rate for another batch size.
         note = ""
@@ -147,8 +147,8 @@ def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
                 f"the peak learning rate is {mine.config.optim.lr:g}; other: {rate:g}, which would become "
                 f"{rate * ratio:.3g} by linear scaling and {rate * math.sqrt(ratio):.3g} by square-root scaling"
             )
-        for line, text in {"type": shlex.join(typed), "note": note, **subject}.items():
-            if line in ("type", "note", "paper", "cost") and text:
+        for line, text in {"set": shlex.join(typed), "note": note, **subject}.items():
+            if line in ("set", "note", "paper", "cost") and text:
                 echo(fill(text, WIDTH, initial_indent=f"    {line:6} ", **LINES))
     if unknown:
         echo(f"not compared, because one side does not specify a value: {', '.join(unknown)}")
@@ -165,8 +165,8 @@ def is_slightly_different(value: Any, other: Any) -> bool:
     return is_slight
 
 
-def keys_to_type(name: str, mine: ComparedStage, other: ComparedStage, fact: Fact) -> Iterator[str]:
-    """Yield the overrides that set a fact of `mine` to the value in `other`; yield nothing if it is a data set."""
+def overrides_for(name: str, mine: ComparedStage, other: ComparedStage, fact: Fact) -> Iterator[str]:
+    """Yield the overrides that give a fact of `mine` the value in `other`; yield nothing for a data set."""
     written = flat(config.plain(mine.config))
     values = fact.keys
     if name == "images":

@@ -16,10 +16,10 @@ from jobs.terminal import ProgressMeter, echo
 if TYPE_CHECKING:
     from data.extras.doctor.doctor import Report
 
-MOST_LABELS = 1000  # classes of a sample that are listed
+MAX_LABELS = 1000  # maximum number of classes listed per sample
 Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Also write a self-contained HTML report.")]
-World = Annotated[int, typer.Option(min=1, help="Assume this many training workers in the advice.")]
-RepairedFolder = Annotated[str, typer.Argument(help="Folder for the new data set; not the folder of the old one.")]
+World = Annotated[int, typer.Option(min=1, help="Number of training workers to assume in the advice.")]
+RepairedFolder = Annotated[str, typer.Argument(help="Folder for the new data set; must not be the old one's.")]
 Unique = Annotated[bool, typer.Option("--unique", help="Keep only the first copy of each duplicate image.")]
 
 
@@ -51,7 +51,7 @@ def stats(
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> None:
-    """Read headers and labels only; print the distributions of image sizes and classes."""
+    """Read only headers and labels; print the distributions of image sizes and classes."""
     report = examine(path, decode=False, page=page, world=world, workers=workers, cache=cache)
     for name, spread in report.spreads.items():
         # Print percentiles, because a single unusual image would determine minimum and maximum.
@@ -117,7 +117,7 @@ def list_samples(
                 # A sample without a usable label has an empty column.
                 classes = ""
                 with suppress(BadImage):
-                    classes = ", ".join(map(index.class_name, read_labels(raw, index, MOST_LABELS)))
+                    classes = ", ".join(map(index.class_name, read_labels(raw, index, MAX_LABELS)))
                 # A key with a tab would look like two columns; `printable` escapes it.
                 typer.echo("\t".join(map(printable, (key, shard.name, classes, index.name))))
 

@@ -41,7 +41,7 @@ def leaks(
     workers: Workers = 0,
     _debug: Debug = False,
 ) -> None:
-    """Find training images that also occur in a test set, even if they are cropped, mirrored or re-encoded."""
+    """Find training images that also occur in a test set, even if cropped, mirrored or re-encoded."""
     from hashlib import sha256  # loads OpenSSL, which would slow down `--help`
 
     from data.extras.leaks.report import lines, write_page
@@ -77,7 +77,7 @@ def leaks(
             for name, value in sorted(model.state_dict().items()):
                 digest.update(name.encode())
                 digest.update(value.detach().cpu().contiguous().numpy().tobytes())
-            embeddings = leak_embedding.find_alike(
+            embeddings = leak_embedding.find_similar(
                 model,
                 (weights, digest.hexdigest()),
                 train_sets.values(),

@@ -36,18 +36,18 @@ from models.catalog import normalise
 from pipeline.evaluation import any_weights
 from pipeline.values import counted
 
-MOST_COUNTED = 5  # classes in the summary
-MOST_THUMBNAILS = 200  # on the page, about 4 KB each
+MAX_CLASSES_LISTED = 5  # classes in the summary
+MAX_THUMBNAILS = 200  # on the page, about 4 KB each
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of one image; no labels if the image cannot be decoded."""
+    """The most probable classes of one image; without labels if the image cannot be decoded."""
 
     file: str
     labels: tuple[str, ...] = ()
     scores: tuple[float, ...] = ()
-    thumbnail: str = ""  # base64 JPEG; "" beyond the first MOST_THUMBNAILS images
+    thumbnail: str = ""  # base64 JPEG; "" beyond the first MAX_THUMBNAILS images
     problem: str = ""  # why the image cannot be decoded
 
 
@@ -80,7 +80,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
             if image is None:
                 rows.append(Prediction(file, problem=problem))
                 continue
-            thumbnail = page.jpeg(image) if len(rows) < MOST_THUMBNAILS else ""
+            thumbnail = page.jpeg(image) if len(rows) < MAX_THUMBNAILS else ""
             rows.append(Prediction(file, *next(labels), thumbnail))
         progress(len(rows))
     bad = [row for row in rows if row.problem]
@@ -92,7 +92,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
     write_table(rows, table, top)
     title = f"Predictions of {weights}"
     page.write_page(
-        table.with_suffix(".html"), "predict.html", title=title, rows=rows[:MOST_THUMBNAILS], total=len(rows)
+        table.with_suffix(".html"), "predict.html", title=title, rows=rows[:MAX_THUMBNAILS], total=len(rows)
     )
 
     for line in verification:
@@ -104,13 +104,13 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
     if bad:
         echo(f"skipped {counted(len(bad), 'undecodable image')}, for example {bad[0].file}: {bad[0].problem}")
     predicted = Counter(row.labels[0] for row in rows if row.labels)
-    common = [f"{name} {count:,}" for name, count in predicted.most_common(MOST_COUNTED)]
+    common = [f"{name} {count:,}" for name, count in predicted.most_common(MAX_CLASSES_LISTED)]
     echo(f"predicted {counted(len(rows) - len(bad), 'image')}: {', '.join(common)}")
     echo(f"written  {table}  {table.with_suffix('.html')}")
 
 
 def decoded(paths: list[str], ops: str) -> Iterator[tuple[str, np.ndarray | None, str]]:
-    """Yield the name, pixels and error of each image: pixels are (height, width, 3) uint8, or None after an error."""
+    """Yield each image's name, pixels and error; the pixels are (height, width, 3) uint8, or None after an error."""
     for name, encoded in encoded_images(paths):
         try:
             yield name, preprocess(decode(encoded), ops), ""
@@ -119,7 +119,7 @@ def decoded(paths: list[str], ops: str) -> Iterator[tuple[str, np.ndarray | None
 
 
 def logits_of(model: "models.Model", pixels: np.ndarray, device: torch.device) -> Tensor:
-    """Return the logits (images, classes) of pixels (images, h, w, 3). Raises DataError for NaN or infinity."""
+    """Return the logits (images, classes) for pixels (images, h, w, 3). Raises DataError if any logit is not finite."""
     batch = torch.from_numpy(pixels).permute(0, 3, 1, 2)
     with torch.inference_mode():
         logits = model(normalise(batch, model.config, torch.float32, device)).float().cpu()

@@ -1,4 +1,4 @@
-"""`patchline report`."""
+"""The command `patchline report`, with its arguments and options."""
 
 import webbrowser
 from contextlib import ExitStack
@@ -18,12 +18,14 @@ def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, or folders of single stages.")],
     output: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Default: RUN/report.html; for several runs ./comparison.html."),
+        typer.Option(
+            metavar="FILE", help="File to write; default: RUN/report.html, or ./comparison.html for several runs."
+        ),
     ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
     _debug: Debug = False,
 ) -> None:
-    """Write the HTML report of a run; for several runs, compare them and show the first step at which they differ."""
+    """Write an HTML report of a run, or of several runs with the first step at which they differ."""
     from jobs.commands import stored_runs
     from jobs.extras.report.page import write_report
     from jobs.extras.report.page_watcher import NAME

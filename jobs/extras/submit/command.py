@@ -20,7 +20,7 @@ Variables = Annotated[
 
 Wait = Annotated[
     bool,
-    typer.Option("--wait", help="Follow the job's output, also of a job already running; exit with its exit code."),
+    typer.Option("--wait", help="Follow the job's output, even if it is already running, and exit with its exit code."),
 ]
 
 SUBMIT_PERIODS = 1.5  # lease renewal periods to watch a lease before submitting; the job itself watches longer
@@ -94,7 +94,7 @@ def logs(run: Run, _debug: Debug = False) -> int:
 
 
 def follow(run: str) -> int:
-    """Print the output of a run's job until the job ends; return the run's exit code. Raises ClusterError."""
+    """Print a job's output until the job ends; return the exit code of its run. Raises ClusterError."""
     from jobs.extras.submit import submission
 
     job = submission.logs(run)
@@ -149,7 +149,7 @@ def list_jobs(_debug: Debug = False) -> None:
 
 
 def job_name(run: str) -> str:
-    """Return the name of a run's job, which is the run's absolute path or URL; a job id is returned unchanged."""
+    """Return a run's name in the table of jobs: its absolute path or URL; return a job id unchanged."""
     if "://" in run:
         from data.bucket import check_store_url  # imports numpy, which would slow down --help
 

@@ -133,9 +133,9 @@ class SilentNodes:
     def give_up(self, agent: NodeAgent) -> None:
         self.given_up.append(agent.name)
 
-    def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
+    def losses_of(self, calls: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
         self.times += 1
-        names = [agent.name for agent, _ in asked]
+        names = [agent.name for agent, _ in calls]
         self.asked.extend(names)
         return ["its node does not respond" if name in self.dead else "" for name in names]
 
@@ -211,7 +211,7 @@ def test_silent_agent_of_a_living_node_is_named_and_given_up_unless_it_is_starti
     group, nodes, now = group_with_clock(tmp_path, 2)
     link = group.links[1]
     link.is_up = is_up
-    link.asked = now[0]
+    link.last_contact = now[0]
     lost = None
     for second in range(1, 90):
         now[0] += 1.0
@@ -230,7 +230,7 @@ def test_driver_that_was_itself_frozen_does_not_give_up_an_agent(tmp_path) -> No
     link = group.links[0]
     link.is_up = True
     for _ in range(2):  # the poll before the pause, and the next one, which takes a while
-        link.asked = now[0]
+        link.last_contact = now[0]
         now[0] += 3600.0
         group.check_nodes([link], 6)
     assert not link.loss
@@ -299,8 +299,8 @@ class Agents:
     def warm_up_spares(self, spare: Set[str]) -> None:
         pass
 
-    def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
-        return [""] * len(asked)
+    def losses_of(self, calls: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
+        return [""] * len(calls)
 
     def avoid(self, node_ids: Sequence[str]) -> None:
         self.replaced.extend(node_ids)

@@ -146,7 +146,7 @@ def test_terminal_shows_the_stages_name_and_the_log_its_key(tmp_path: Path, caps
 
 def test_lines_missed_by_a_stuck_terminal_are_counted_and_reported(monkeypatch):
     monkeypatch.setattr(terminal, "CLOSE_S", 0.2)
-    monkeypatch.setattr(terminal, "MOST_WAITING", 10)
+    monkeypatch.setattr(terminal, "MAX_QUEUED", 10)
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     os.write(writer, b"x" * 4095 + b"\n")

@@ -158,7 +158,8 @@ def test_commit_of_a_frozen_former_owner_is_refused(tmp_path) -> None:
         former.begin(100 + round)
         claim_attempt(Folder(run))  # another attempt starts meanwhile
         before = sorted(p.name for p in former.folder.iterdir() if not p.name.startswith("."))
-        with pytest.raises(RunOwned, match=f"attempt {2 * round + 2} owns .* now, this is attempt {2 * round + 1}"):
+        expected = f"attempt {2 * round + 2} now owns .*; this process is attempt {2 * round + 1}"
+        with pytest.raises(RunOwned, match=expected):
             former.finish()
         assert sorted(p.name for p in former.folder.iterdir()) == before
 

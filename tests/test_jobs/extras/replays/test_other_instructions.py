@@ -57,7 +57,7 @@ def test_audit_under_other_instructions_cannot_judge_and_names_them(folder: Path
     # On this processor the bits differ; on another they may be equal, and then there is nothing to judge.
     if finding["verdict"] != "equal":
         assert finding["verdict"] == "other hardware or libraries: cannot judge"
-        assert code == 69 and "cannot judge pretrain" in output and "arithmetic" in output, output
+        assert code == 69 and "cannot audit pretrain" in output and "arithmetic" in output, output
     assert "corruption" not in output
 
 

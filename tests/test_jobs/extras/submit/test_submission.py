@@ -183,7 +183,7 @@ def test_two_submitted_campaigns_share_a_cluster_and_are_both_listed(dashboard, 
     assert "step " in lines[1]
     assert lines[2].startswith("PENDING ")
     assert f"  {high}" in lines[2]
-    assert f"room for 0 of {workers} workers of 1 CPUs; held: {workers} CPUs by {low}" in lines[3]
+    assert f"room for 0 of {workers} workers with 1 CPUs each; held: {workers} CPUs by {low}" in lines[3]
     # The holder of the places commits and ends; the waiting campaign gets them.
     assert submission.stop(str(low)).status == "STOPPED"
     assert submission.logs(str(high), write=lambda text: None).status == "SUCCEEDED"
@@ -267,7 +267,7 @@ def test_submission_is_retried_until_a_new_head_accepts_jobs(monkeypatch, capsys
 
 
 class Head:
-    """A fake head with one job: its log connection breaks once, then it stops answering or forgets the job."""
+    """A fake head with one job: its log connection breaks once, then it stops acting_as_driver or forgets the job."""
 
     def __init__(self, end: str) -> None:
         self.end = end
@@ -314,7 +314,7 @@ class Head:
 def test_logs_end_with_the_runs_exit_code_or_69_if_head_or_driver_is_lost(end, code, text, monkeypatch, capsys) -> None:
     head = Head(end)
     monkeypatch.setattr(submission, "_connect", lambda: head)
-    for name in ("LOOK_EVERY_S", "LOOK_TIMEOUT_S", "HEAD_PATIENCE_S"):
+    for name in ("STATUS_EVERY_S", "STATUS_TIMEOUT_S", "HEAD_PATIENCE_S"):
         monkeypatch.setattr(submission, name, 0.1)
     assert main(["logs", "/runs/x"]) == code
     printed = capsys.readouterr()
@@ -327,7 +327,7 @@ def test_submit_wait_follows_a_live_job_and_ends_with_its_exit_code(tmp_path, mo
     run = tmp_path / "x"
     head.list_jobs = lambda: [job for job in Head.list_jobs(head) if job.metadata.update(run=str(run)) is None]
     monkeypatch.setattr(submission, "_connect", lambda: head)
-    monkeypatch.setattr(submission, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(submission, "STATUS_EVERY_S", 0.1)
     assert main(["submit", "digits", f"run={run}", "--wait"]) == 65
     printed = capsys.readouterr().out
     assert "job x-001 is already running this recipe (RUNNING, started " in printed
