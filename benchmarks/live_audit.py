@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,12 @@ def train_with_flips(task: dict[str, Any]) -> list[dict[str, Any]]:
     def place_of(engine: ExactEngine, fault: dict[str, Any]) -> int:
         return int(fault["u"] * (sum(engine.spans) - 1))
 
+    def state_of(engine: ExactEngine, fault: dict[str, Any]) -> tuple[torch.Tensor, int]:
+        kind = "master" if fault["what"] == "weight" else fault["kind"]
+        parts = [part for part in engine.fragments((kind,), held=True) if part.tensors[kind].numel()]
+        view = parts[int(fault["u"] * len(parts))].tensors[kind]
+        return view, int(fault["v"] * view.numel())
+
     def accuse(self: Any, rank: int | None, text: str, pair: tuple[int, int] = (0, 0)) -> None:
         assert self.drawn is not None
         accusations.append({"step": self.drawn.step, "found": now["step"], "rank": rank, "pair": pair, "text": text})
@@ -92,10 +99,7 @@ def train_with_flips(task: dict[str, Any]) -> list[dict[str, Any]]:
         now.update(step=step, engine=worker.engine, is_planted=False)
         fault = fault_of("moment", "weight")
         if fault is not None:
-            kind = "master" if fault["what"] == "weight" else fault["kind"]
-            parts = [part for part in worker.engine.fragments((kind,), held=True) if part.tensors[kind].numel()]
-            part = parts[int(fault["u"] * len(parts))]
-            flip(part.tensors[kind], int(fault["v"] * part.tensors[kind].numel()), fault["bit"])
+            flip(*state_of(worker.engine, fault), fault["bit"])
         fault = fault_of("working weight")
         if fault is not None:
             p = next(worker.engine.model.parameters())
@@ -111,6 +115,11 @@ def train_with_flips(task: dict[str, Any]) -> list[dict[str, Any]]:
         if fault is not None and self.part is not None and not now["is_planted"]:
             now["is_planted"] = True
             flip(self.part, place_of(self, fault), fault["bit"])
+        fault = fault_of("moment", "weight")
+        if fault is not None and not now["is_planted"]:
+            # Undo the flip after its discovery: the update would spread it, and a run with NaN never updates again.
+            now["is_planted"] = True
+            flip(*state_of(self, fault), fault["bit"])
         return close_part(self, rate, numbers)
 
     def adding(self: ExactEngine, loss: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
@@ -147,14 +156,14 @@ def train_with_flips(task: dict[str, Any]) -> list[dict[str, Any]]:
     return accusations
 
 
-def flips(folder: Path, cases: int, clean: int, seed: int) -> None:
+def flips(folder: Path, cases: int, clean: int, seed: int, kinds: Sequence[str]) -> None:
     """Plant flips in a run, and print how many were named with the right worker and step."""
     shards = folder / "shards"
     pack(digits(train=True, image_size=16), shards, name="train", shard_samples=100)
     cluster = ClusterConfig(workers=4, backend="processes")
     print("| planted | found | step named | worker named | pair named | accused without a flip | seconds |")
     print("|---|--:|--:|--:|--:|--:|--:|")
-    for what in ("nothing", *KINDS):
+    for what in kinds:
         rng = random.Random(f"{seed} {what}")
         faults = []
         for number in range(cases if what != "nothing" else 0):
@@ -237,6 +246,7 @@ def price(folder: Path, steps: int, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["flips", "price"])
+    parser.add_argument("--kinds", nargs="+", default=["nothing", *KINDS])
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--clean", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=1000)
@@ -245,7 +255,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         if options.what == "flips":
-            flips(Path(temporary), options.cases, options.clean, options.seed)
+            flips(Path(temporary), options.cases, options.clean, options.seed, options.kinds)
         else:
             price(Path(temporary), options.steps, options.rounds)
 

@@ -320,6 +320,12 @@ class LiveAudit(Hook):
         """Collective: finish the audit of the last step, so that a checkpoint cannot contain what it finds."""
         self.settle()
 
+    def before_record(self, kind: str, values: dict[str, Any]) -> str:
+        """Add the number of this worker's audited parts to the training records."""
+        if kind == "train":
+            values["audited_parts"] = self.audited
+        return ""
+
 
 def sums_of(batch: Batch) -> Tensor:
     """Return the sums of a micro-batch's pixels and labels; a single flipped bit changes one of them."""
