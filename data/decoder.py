@@ -41,7 +41,7 @@ from functools import partial
 from mmap import mmap
 from multiprocessing.connection import Connection
 from socket import socketpair
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import NamedTuple
 from weakref import finalize
 
@@ -64,7 +64,6 @@ MAX_REPLACEMENTS = 100  # consecutive bad samples after which a data set counts 
 MAX_PIXELS = 1 << 22  # maximum size of an image that the GPU decodes: 12 MB after decoding
 SEED_DOMAIN = 1  # keeps augmentation's random numbers separate from the order's
 RESTARTS = 3  # restarts of a decoding process for a single micro-batch
-MEASURED = 128  # images decoded to measure the decoding speed
 PAGE = 4096  # bytes of a memory page; every micro-batch begins on a new page
 
 
@@ -243,30 +242,6 @@ class Decoder:
         arrays.labels[row] = -1
         arrays.labels[row, : len(labels)] = labels
         return None
-
-
-def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float | None:
-    """Measure how many images per second one core decodes from the first non-empty shard; None if reading fails."""
-    filled_shards = np.flatnonzero(index.shard_samples)
-    if len(filled_shards) == 0:
-        return None
-    shard = int(filled_shards[0])
-    images = min(MEASURED, index.shards[shard].samples)
-    # Used by `plan`, which must not wait for a whole shard to be hashed.
-    reader = ShardReader(index, verify=False)
-    out = np.empty((image_size, image_size, 3), np.uint8)
-    try:
-        # Round 1 decodes the first image as a warm-up; the clock restarts for round 2.
-        for images_of_round in (1, images):
-            start = process_time()
-            for sample in range(images_of_round):
-                # Bad images cost time in training too, so they count.
-                with suppress(BadImage):
-                    _, encoded, _ = reader.read(shard, sample)
-                    augment(encoded, image_size, Draws(sample), cfg, out)
-    except (DataError, OSError):
-        return None
-    return images / max(process_time() - start, 1e-9)
 
 
 # ----------------------------------------------------------------------------- the process

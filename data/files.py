@@ -189,37 +189,6 @@ def atomic_file(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
-@contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """Context manager that yields a temporary folder to fill; on success its files appear in the new folder `path`.
-
-    `path` must not exist yet, or be an empty folder. If the block raises, the temporary folder is removed and `path` is
-    unchanged, so that the same command can run again. The files must be flushed by their writer.
-    """
-    final = path.resolve()
-    # An existing folder may be a mount point, which cannot be replaced: its files are renamed one by one.
-    is_new = not final.exists()
-    temporary = temporary_name(final if is_new else final / "new")
-    try:
-        temporary.mkdir(parents=True)
-        try:
-            yield temporary
-        except OSError as error:
-            if isinstance(error.filename, str | Path):
-                error.filename = str(error.filename).replace(str(temporary), str(path))
-            raise
-        if is_new:
-            rename(temporary, final)
-        else:
-            for file in sorted(temporary.iterdir(), key=lambda file: file.stat().st_mtime_ns):
-                rename(file, final / file.name)
-            temporary.rmdir()
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync(final.parent if is_new else final)
-
-
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace the content of the file at `path`; readers see the old or the new file, never a mixture."""
     encoded = content.encode() if isinstance(content, str) else content

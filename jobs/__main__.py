@@ -15,6 +15,7 @@ This is the only file that imports from both the core and the extras.
 import atexit
 import os
 import re
+import select
 import shlex
 import signal
 import sys
@@ -22,7 +23,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 # Step 1; must precede the imports below, which could otherwise find another package named `data` or `models`.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -39,7 +40,7 @@ from typer.main import get_install_completion_arguments
 from data.checks import printable_lines
 from data.errors import ExitCode, UsageError, exit_code
 from jobs.commands.lazy_group import CommandTable, LazyGroup
-from jobs.terminal import activity, is_closed_pipe, program, write_last
+from jobs.terminal import activity, handle_of, program, write_last
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -414,6 +415,16 @@ def report(error: Exception, *, with_traceback: bool) -> int:
     # `write_last` does not block if the terminal is stuck, so that the process can exit.
     write_last(printable_lines(text))
     return code
+
+
+def is_closed_pipe(stream: TextIO) -> bool:
+    """Return whether a stream is a pipe whose reader has closed it."""
+    handle = handle_of(stream)
+    if handle is None:
+        return False
+    poll = select.poll()
+    poll.register(handle, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":

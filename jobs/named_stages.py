@@ -8,10 +8,8 @@
 The selected folder is reported on stderr. Nothing here imports torch.
 """
 
-import difflib
 import json
 import re
-import shlex
 import sys
 import time
 from contextlib import suppress
@@ -19,7 +17,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
-from data.checks import few, printable_lines
+from data.checks import printable_lines
 from data.errors import DataError, ExitCode, UsageError
 from jobs.terminal import for_stream
 from models.checks import did_you_mean
@@ -40,7 +38,6 @@ READS = {
     TABLE: "a sweep's table",
     RECORD: "a record",
 }
-MAX_RUNS = 8  # maximum number of runs listed in a message
 OF_UNFINISHED = (TASK, CHECKPOINTS, RECORD)  # files that exist before a stage has finished
 
 
@@ -135,48 +132,6 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
         line += f"; to select another stage, use {' or '.join(addresses)}"
     print(for_stream(printable_lines(line), sys.stderr), file=sys.stderr, flush=True)
     return str(newest.path)
-
-
-def no_run(path: Path) -> UsageError:
-    """Return the error for a path without a run; the message lists runs inside it, next to it, and in ./runs."""
-    runs: dict[Path, None] = {}
-    for folder, pattern in ((path, "*"), (path, "runs/*"), (Path.cwd(), "runs/*"), (path.parent, "*")):
-        for record in sorted(folder.glob(f"{pattern}/*/{RECORD}")):
-            runs.setdefault(record.parents[1].resolve())
-    listed = []
-    for run in runs:
-        # Show relative paths if possible: they are shorter to type.
-        if run.is_relative_to(Path.cwd()):
-            run = run.relative_to(Path.cwd())
-        listed.append(shlex.quote(str(run)))
-    remark = ""
-    if path.suffix in (".yaml", ".yml") and path.is_file():
-        remark = ", which is a recipe"
-    text = f"no run at {path}{remark}\n  expected a run directory or a stage's folder in it"
-    if listed:
-        return UsageError(f"{text}; runs nearby: {few(listed, MAX_RUNS, ', and {} more')}")
-    return UsageError(f"{text}; there are no runs nearby\n  to start one, run python -m jobs run RECIPE")
-
-
-def near_path(path: str) -> str:
-    """Return "; did you mean 'photos/cat'?" if a file or folder with a similar name exists; otherwise ""."""
-    missing = Path(path)
-    rest: list[str] = []
-    while not missing.parent.exists():
-        rest.insert(0, missing.name)
-        missing = missing.parent
-    names = {}
-    with suppress(OSError):
-        for entry in missing.parent.glob("*"):
-            names[entry.name.lower()] = entry
-    close = difflib.get_close_matches(missing.name.lower(), names, n=1)
-    if not close:
-        return ""
-    near = names[close[0]]
-    # Append the rest of the path if that exists too.
-    if near.joinpath(*rest).exists():
-        near = near.joinpath(*rest)
-    return f"; did you mean {str(near)!r}?"
 
 
 def not_finished(stage: StageFolder) -> DataError:

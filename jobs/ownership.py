@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Literal, Self, TypeAlias, TypedDict, cast
 from uuid import uuid4
 
-from data.errors import ClusterError, ConfigError, PatchlineError, RunOwned, StorageError, UsageError
+from data.errors import ConfigError, PatchlineError, RunOwned, StorageError
 from data.files import make_folder
 from data.seal import Unsealed, seal, unseal
 from data.storage import Storage
@@ -51,13 +51,10 @@ LOST_PERIODS = 4  # a holder is lost after this many missed renewals; a busy dis
 RESERVE_BYTES = 64  # padding of a lease's file, because its counter and times get longer
 READ_ATTEMPTS = 4  # attempts to read a lease whose file is incomplete
 READ_RETRY_S = 0.05
-STOP_POLL_S = 0.5
 LOG_WAIT_S = 1.0  # waits longer than this are logged
 RAY_JOB = "Ray job"
 SLURM_JOB = "Slurm job"
 UNIT = "unit"
-# A command that Slurm or systemd would restart must be stopped there: prefix of `job` → command to type.
-STOP_COMMANDS = {SLURM_JOB: "scancel --batch --signal=TERM", UNIT: "systemctl stop"}
 MAX_NAME_BYTES = 255  # bytes of a file's or folder's name (NAME_MAX of Linux)
 
 # "free": no command holds the run; "held": its holder is alive; "lost": its holder died without releasing the lease.
@@ -343,38 +340,6 @@ def owned_error(storage: Storage, seen: SeenLease) -> RunOwned:
         f"  to watch it, run python -m jobs status {address}; to stop it, run python -m jobs stop {address}\n"
         f"  if the owner dies, the same command can take over after {LOST_PERIODS * PERIOD_S:.0f} s\n"
         "  for a separate run, use another folder: run=…"
-    )
-
-
-def stop_holder(storage: Storage, seen: SeenLease, log: Log, patience_s: float) -> None:
-    """Tell the command that owns a run, on any machine, to commit and stop; return once it has ended.
-
-    The command sees the request at its next renewal. Raises ClusterError if it does not end in time, UsageError if
-    Slurm or systemd would restart it, StorageError.
-    """
-    for kind, words in STOP_COMMANDS.items():
-        if seen.record is not None and seen.record["job"].startswith(kind):
-            name = seen.record["job"].removeprefix(kind).strip()
-            raise UsageError(
-                f"{seen.holder} would be restarted after a stop\n"
-                f"  to stop it for good, run on {seen.record['host']}: {words} {name}"
-            )
-    storage.put(STOP.format(seen.number), b"")
-    log(f"asked {seen.holder} to commit and stop; waiting up to {patience_s:.0f} s")
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        state, now = holder_state(storage, log)
-        if state == "lost":
-            log(f"it died without a commit; for its last step, run python -m jobs status {storage.address()}")
-            return
-        if state == "free" or now is None or now.number > seen.number:
-            log(f"it has ended; for its result, run python -m jobs status {storage.address()}")
-            return
-        time.sleep(STOP_POLL_S)
-    raise ClusterError(
-        f"{seen.holder} has not stopped within {patience_s:.0f} s and still owns {storage.address()}\n"
-        "  its storage may be slow\n"
-        f"  run python -m jobs stop {storage.address()} again, or kill the process on its machine"
     )
 
 

@@ -40,7 +40,6 @@ from torch import Tensor
 
 from data.errors import Preempted
 from data.loader import Batch, TrainLoader, prefetched_to_device
-from data.optional import load_optional
 from data.order import Ids
 from models.catalog import normalise
 from pipeline import config
@@ -227,6 +226,8 @@ def masked_loss(worker: "Worker", step: int, images: Tensor, batch: Batch) -> Te
     that splits the batch into the same micro-batches.
     """
     generator = torch.Generator(worker.group.device).manual_seed(seed_of_micro_batch(worker.cfg.seed, step, batch.ids))
+    from data.optional import load_optional  # imported here, because few stages have this objective
+
     objective = load_optional("models.extras.masked:objective", "objective=masked")
     summed_loss, _ = objective(worker.engine.forward, images, generator, left_out=batch.masked)
     return summed_loss

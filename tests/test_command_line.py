@@ -186,7 +186,8 @@ def test_resolved_may_be_anywhere_among_the_overrides(recipe, capsys, words):
     out = capsys.readouterr().out
     pretrain = yaml.safe_load(out)["pretrain"]
     assert (pretrain["seed"], pretrain["keep"]) == (5, 7)
-    assert out.endswith("\n") and not out.endswith("\n\n"), "a file that it is written to has no empty last line"
+    assert out.endswith("\n"), "a file that it is written to has no empty last line"
+    assert not out.endswith("\n\n"), "a file that it is written to has no empty last line"
 
 
 def test_a_built_in_recipe_is_found_from_any_folder(tmp_path, monkeypatch, capsys):

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from data.checks import redacted
 from data.errors import DataError, StorageError
 from data.files import write_atomically
 from data.remote.urls import DENIALS, Refused, Throttled, request_https
@@ -54,8 +55,12 @@ def client_package() -> Any:
 
 
 def endpoint() -> str:
-    """Return the address of the Hub."""
-    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    """Return the address of the Hub. Raises Refused if HF_ENDPOINT does not begin with https://."""
+    address = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    # The token would be readable on the way.
+    if not address.startswith("https://"):
+        raise Refused(f"HF_ENDPOINT is {redacted(address)}, expected https://…")
+    return address
 
 
 def token() -> str | bool:

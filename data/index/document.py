@@ -35,7 +35,6 @@ from data.files import error_text, locked, state_folder, write_atomically
 from data.index.index import Index, Origin, Refusals, digest_of
 from data.index.names import Names
 from data.index.shard import MappedShards, Shard, is_image, open_columns, write_columns
-from data.walk import class_folders_in, files_below
 
 SCHEMA = 1
 SUFFIX = ".index.json"
@@ -128,10 +127,9 @@ def json_in(folder: Path) -> Path:
 def image_folders(folder: Path) -> int:
     """Count the sub-folders with images, judging by the first files in each."""
     folders = 0
-    for name in class_folders_in(folder) if folder.is_dir() else ():
-        # Listing a folder of a million images would take too long for an error message.
-        files = itertools.islice(files_below(folder / name, Counter(), in_order=False), 100)
-        folders += any(map(is_image, files))
+    for below in folder.glob("[!.@#$]*/"):  # neither hidden folders nor those of storage devices (data/walk.py)
+        files = (Path(name) for _, _, names in os.walk(below) for name in names)
+        folders += any(map(is_image, itertools.islice(files, 100)))
     return folders
 
 

@@ -3,12 +3,10 @@
 `hf://` (data sets on the Hugging Face Hub) is an extra, data/extras/hub.py: huggingface_hub lists the files and names
 their https addresses, from which this module reads.
 
-Three functions work for every scheme. Each sends one request; only `Retry` repeats requests to an object store, with
-exponential backoff and jitter, or after the pause for which the store asks.
+`read_range` works for every scheme, and so do the functions of listing.py. Each sends one request; only `Retry` repeats
+requests to an object store, with exponential backoff and jitter, or after the pause for which the store asks.
 
-    size_of("s3://bucket/train-000000.tar", 30.0)              →   6543360
     read_range("s3://bucket/train-000000.tar", 0, 512, 30.0)   →   the first 512 bytes
-    list_tars("s3://bucket/train", 30.0)   →   {"s3://bucket/train/train-000000.tar": RemoteFile(6543360), …}
 
 Clients raise many kinds of errors whose texts may contain secrets, so messages show only the kind. Credentials come
 only from the environment, in the variables defined by each client; so do custom endpoints: `AWS_ENDPOINT_URL`,
@@ -35,14 +33,12 @@ from email.message import Message
 from email.utils import parsedate_to_datetime
 from functools import lru_cache, partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from data.checks import check_file_name, redacted
+from data.checks import redacted
 from data.error_pages import ERROR, LONGEST, words_of
 from data.errors import DataError, PatchlineError, StorageError
-from data.index.names import preview
-from data.index.shard import COMPRESSED
 from data.optional import load_optional
 
 if TYPE_CHECKING:
@@ -213,78 +209,6 @@ def refuse_page(answer: bytes) -> None:
     words = words_of(answer) if ERROR.match(answer) else ""
     if words:
         raise ErrorPage(words)
-
-
-def size_of(url: str, timeout_s: float) -> int:
-    """Return the size in bytes of the object at a URL.
-
-    Raises the errors of `read_range`, and Refused if the size is not reported."""
-    if not url.startswith("https:"):
-        with denied_as_such():
-            return client(urlsplit(url).scheme, timeout_s).info(url)["size"]
-
-    # Request one byte instead of using HEAD, which many servers and all signed URLs reject.
-    with request_https(url, timeout_s, "bytes=0-0") as answer:
-        content_range = answer.headers.get("Content-Range", "")  # bytes 0-0/6543360
-        size = content_range.rpartition("/")[2] or answer.headers.get("Content-Length", "")
-    if not size.isdigit():
-        raise Refused(f"{redacted(url)}: the server does not report the file size; copy the shards to this machine")
-    return int(size)
-
-
-class RemoteFile(NamedTuple):
-    """A file in an object store."""
-
-    size: int  # bytes
-    sha256: str = ""  # only on the Hub; other stores do not report it
-
-
-def list_tars(url: str, timeout_s: float) -> dict[str, RemoteFile]:
-    """Return {URL: file} of the *.tar files in a folder or matching a pattern, or of a single tar.
-
-    Raises the errors of `read_range`, Refused if a folder also contains compressed tars, which would be ignored, and
-    DataError for unsafe names.
-    """
-    if url.startswith("https:"):
-        raise Refused(f"{redacted(url)}: https cannot list files; name the shards, as in …/train-{{000..099}}.tar")
-    compressed = []
-    tars = {}
-    for place, file in list_files(url, ".tar*", timeout_s).items():
-        if place.endswith(COMPRESSED):
-            # Without the folder, as in `data.index.tar`: messages abbreviate long names.
-            compressed.append(place.rpartition("/")[2])
-        elif place.endswith(".tar"):
-            tars[place] = file
-    if compressed:
-        raise Refused(
-            f"{redacted(url)}: {preview(compressed)} are compressed tars and would be ignored; "
-            f"decompress them, or name the tars to use: {redacted(url).rstrip('/')}/*.tar"
-        )
-    return tars
-
-
-def list_files(url: str, suffix: str, timeout_s: float) -> dict[str, RemoteFile]:
-    """Return {URL: file} of the files matching a pattern, or those in a folder whose names end with `suffix`.
-
-    A URL that itself ends with `suffix` names a file. Raises the errors of `read_range`.
-    """
-    scheme = urlsplit(url).scheme
-    entries: Mapping[str, dict[str, Any]]
-    with denied_as_such():
-        if url.endswith(suffix.rstrip("*")) and "*" not in url:
-            entry = client(scheme, timeout_s).info(url)
-            entries = {entry["name"]: entry}
-        else:
-            # Only `*` is a wildcard; `?` and `[` are ordinary characters of a key.
-            folder = url.rstrip("/").replace("[", "[[]").replace("?", "[?]")
-            pattern = folder if "*" in url else f"{folder}/*{suffix}"
-            entries = client(scheme, timeout_s).glob(pattern, detail=True)
-    files = {}
-    for path, entry in sorted(entries.items()):
-        lfs = entry.get("lfs") or {}
-        place = f"{scheme}://{check_file_name(path, redacted(url))}"
-        files[place] = RemoteFile(entry["size"], lfs.get("sha256", ""))
-    return files
 
 
 # --------------------------------------------------------------------------------------------- retries

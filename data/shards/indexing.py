@@ -45,7 +45,8 @@ from data.index.tar import DOTTED, Walk, check_nothing_excluded, mapped, walk
 from data.optional import load_optional
 from data.remote.cache import Cache
 from data.remote.config import CacheConfig
-from data.remote.urls import HUB, RemoteFile, check_url, list_tars, size_of
+from data.remote.listing import RemoteFile, list_tars, size_of
+from data.remote.urls import HUB, check_url
 from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import Progress, in_parallel, set_on_error
 from data.walk import matching

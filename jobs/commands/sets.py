@@ -13,9 +13,10 @@ import typer
 
 from data.errors import ConfigError, DataError, ExitCode, UsageError
 from data.files import with_home
-from jobs.commands.arguments import Debug, stoppable
-from jobs.named_stages import find_set, near_path, stages_in
-from jobs.terminal import ProgressMeter, echo
+from jobs.commands.arguments import Debug, near_path, stoppable
+from jobs.named_stages import find_set, stages_in
+from jobs.progress import ProgressMeter
+from jobs.terminal import echo
 from pipeline.values import counted
 
 if TYPE_CHECKING:

@@ -1,16 +1,18 @@
 """`patchline status RUN`: show the progress of a run from the files in its directory."""
 
+import shlex
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data.errors import CheckpointError, DataError
+from data.checks import few
+from data.errors import CheckpointError, DataError, UsageError
 from data.files import MANIFEST, write_atomically
 from data.storage import Folder, Storage
 from jobs.commands.arguments import Debug, Run
-from jobs.named_stages import RECORD, find_stage, no_run
+from jobs.named_stages import RECORD, find_stage
 from jobs.ownership import RAY_JOB
 from jobs.run.reading import LastCommand, read_command, read_outcome, stage_folders
 from jobs.terminal import echo
@@ -160,3 +162,24 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
         f"{time_left}  {duration(age_s)} ago  {saved}  "
         f"{to_evaluate}{spent.line()}{problems}"
     )
+
+
+def no_run(path: Path) -> UsageError:
+    """Return the error for a path without a run; the message lists runs inside it, next to it, and in ./runs."""
+    runs: dict[Path, None] = {}
+    for folder, pattern in ((path, "*"), (path, "runs/*"), (Path.cwd(), "runs/*"), (path.parent, "*")):
+        for record in sorted(folder.glob(f"{pattern}/*/{RECORD}")):
+            runs.setdefault(record.parents[1].resolve())
+    listed = []
+    for run in runs:
+        # Show relative paths if possible: they are shorter to type.
+        if run.is_relative_to(Path.cwd()):
+            run = run.relative_to(Path.cwd())
+        listed.append(shlex.quote(str(run)))
+    remark = ""
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        remark = ", which is a recipe"
+    text = f"no run at {path}{remark}\n  expected a run directory or a stage's folder in it"
+    if listed:
+        return UsageError(f"{text}; runs nearby: {few(listed, 8, ', and {} more')}")
+    return UsageError(f"{text}; there are no runs nearby\n  to start one, run python -m jobs run RECIPE")

@@ -7,7 +7,8 @@ from zipfile import is_zipfile
 import typer
 
 from data.errors import DataError
-from jobs.named_stages import CHECKPOINTS, find_set, find_stage, near_path
+from jobs.commands.arguments import near_path
+from jobs.named_stages import CHECKPOINTS, find_set, find_stage
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
 
 AnyWeights = Annotated[

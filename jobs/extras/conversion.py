@@ -6,10 +6,11 @@ patchline export runs/digits/finetune-1a2b3c4d digits-hf --format hf
 """
 
 import json
+import shutil
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,7 +20,7 @@ import typer
 
 import models
 from data.errors import DataError, UsageError
-from data.files import atomic_file, atomic_folder
+from data.files import atomic_file, rename, sync, temporary_name
 from data.index.names import preview
 from data.sources.numbering import read_class_list
 from jobs.commands.arguments import Debug
@@ -32,6 +33,7 @@ from pipeline import artifacts
 from pipeline.architecture import preprocessing_of
 from pipeline.config import differences, require
 from pipeline.evaluation import any_weights
+from pipeline.extras.recorded_origin import recorded_form, recorded_loss
 from pipeline.identity import code_version
 from pipeline.training_config import check_ops
 
@@ -114,7 +116,7 @@ def import_foreign(
             "code": code_version(),
         }
         # Needed by an export: the loss used to train the head, and the original format of the weights.
-        origin = {"loss": any_weights.recorded_loss(path), "form": any_weights.recorded_form(path)}
+        origin = {"loss": recorded_loss(path), "form": recorded_form(path)}
         record |= {name: value for name, value in origin.items() if value is not None}
         artifacts.record_weights(made, record)
     report(model, path, names, preprocessing, verification)
@@ -151,8 +153,8 @@ def export(
     names = class_names(directory)
     config = model.config
     preprocessing = any_weights.recorded_preprocessing(directory)
-    loss = any_weights.recorded_loss(directory)
-    form = any_weights.recorded_form(directory)
+    loss = recorded_loss(directory)
+    form = recorded_form(directory)
     if preprocess is not None:
         preprocessing = preprocessing_of(preprocess, config)
         height, width = config.image_size
@@ -368,3 +370,34 @@ def outputs(model: "models.Model", image: "Tensor") -> "Tensor":
         features: Any = model.features
         return features(image)
     return model(image)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Context manager that yields a temporary folder to fill; on success its files appear in the new folder `path`.
+
+    `path` must not exist yet, or be an empty folder. If the block raises, the temporary folder is removed and `path` is
+    unchanged, so that the same command can run again. The files must be flushed by their writer.
+    """
+    final = path.resolve()
+    # An existing folder may be a mount point, which cannot be replaced: its files are renamed one by one.
+    is_new = not final.exists()
+    temporary = temporary_name(final if is_new else final / "new")
+    try:
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+        except OSError as error:
+            if isinstance(error.filename, str | Path):
+                error.filename = str(error.filename).replace(str(temporary), str(path))
+            raise
+        if is_new:
+            rename(temporary, final)
+        else:
+            for file in sorted(temporary.iterdir(), key=lambda file: file.stat().st_mtime_ns):
+                rename(file, final / file.name)
+            temporary.rmdir()
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync(final.parent if is_new else final)

@@ -12,7 +12,8 @@ from data.errors import UsageError
 from jobs.commands.arguments import Debug, stoppable
 from jobs.commands.sets import CacheFolder, IndexPath, Name, Workers, cache_config, refuse_file
 from jobs.named_stages import find_set
-from jobs.terminal import ProgressMeter, echo
+from jobs.progress import ProgressMeter
+from jobs.terminal import echo
 
 SubsetFolder = Annotated[
     list[str], typer.Option(help="Folder for the subset's index and tables; repeat it for each --part.")

@@ -2,7 +2,10 @@
 
     pretrain: {data: {train: "hf://datasets/me/photos/train/*.tar"}}
 
-    →   pretrain-index: {kind: pack, sets: {train: {source: shards, path: "hf://datasets/me/photos/train/*.tar"}}}
+    →   pretrain-index:
+          kind: pack
+          sets: {train: {source: shards, path: "hf://datasets/me/photos/train/*.tar"}}
+          workers: 8
         pretrain: {data: {train: "@pretrain-index/train"}}
 
 The tars are listed and indexed once for a campaign, and `hf://` is read at the commit of that moment. The sets of one
@@ -16,6 +19,7 @@ from jobs.resolved_recipe import Kinds, Reads, Sections, StageSection
 from pipeline.config import require
 
 PACK = "pack"  # the kind of the added stages
+AT_ONCE = 8  # tars that are downloaded and indexed in parallel
 
 
 def with_indexed_urls(sections: Sections, kinds: Kinds) -> Sections:
@@ -60,7 +64,7 @@ def with_indexed_urls(sections: Sections, kinds: Kinds) -> Sections:
                 values = with_urls_replaced(values, pattern.split("."), replaced)
         result[name] = StageSection(values, section.source)
     for stage, sets in added.items():
-        result[stage] = StageSection({"kind": PACK, "sets": sets}, stage)
+        result[stage] = StageSection({"kind": PACK, "sets": sets, "workers": AT_ONCE}, stage)
     return result
 
 

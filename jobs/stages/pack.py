@@ -24,6 +24,7 @@ from data.shards.subset import Part, make_subsets, summary
 from data.sources.folders import files_of, folder_classes, images_below
 from data.sources.numbering import Numbering
 from data.walk import class_folders_in
+from jobs.progress import ProgressMeter
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.sets import (
     SetConfig,
@@ -36,7 +37,6 @@ from jobs.sets import (
     source_names,
     subset_rule,
 )
-from jobs.terminal import ProgressMeter
 from pipeline.artifacts import DONE, recorded_s
 from pipeline.config import Tags, require, tags
 from pipeline.values import counted

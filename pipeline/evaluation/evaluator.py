@@ -36,7 +36,7 @@ from data.index.index import Index
 from data.remote.config import CacheConfig
 from pipeline.evaluation import document
 from pipeline.evaluation.features import Beat, FeatureStore, collect
-from pipeline.evaluation.probes import COMPUTE, Inputs
+from pipeline.evaluation.probes import Inputs, compute
 from pipeline.evaluation.protocols import Protocol
 from pipeline.monitoring.watchdog import Phases
 from pipeline.values import duration
@@ -346,8 +346,7 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
     if request.first_label:
         labels = labels[:, :1]
     protocol = request.protocol
-    inputs = Inputs(protocol.name, train, test, labels, device, beat)
-    outcome = COMPUTE[protocol.name](inputs, protocol.settings)
+    outcome = compute(Inputs(protocol.name, train, test, labels, device, beat), protocol.settings)
     result = document.result_of(outcome, protocol, test, train, request.leaked)
     if request.examples:
         result["examples"] = examples_of(test, request.examples)

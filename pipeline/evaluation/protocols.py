@@ -9,9 +9,9 @@ Protocols of features, fitted on a training set and evaluated on the test set:
 
 A protocol's outcome holds the correctness of every test sample; document.py turns it into values and intervals.
 
-To add a protocol, add a row here and a function to COMPUTE in probes.py that takes `Inputs` and the protocol's settings
-and returns an `Outcome`. A protocol with settings also needs a field with its name in jobs/stages/evaluate.py. This
-module does not import torch, because recipes are checked without it.
+To add a protocol, add a row here and a function in probes.py, or with the protocol's name in pipeline/extras/probes.py.
+It takes `Inputs` and the protocol's settings and returns an `Outcome`. A protocol with settings also needs a field with
+its name in jobs/stages/evaluate.py. This module does not import torch, because recipes are checked without it.
 """
 
 from collections.abc import Callable

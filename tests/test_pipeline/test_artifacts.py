@@ -73,7 +73,9 @@ def refused(arguments: list[str], file: Path, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     code = command(arguments)
     said = capsys.readouterr().err
-    assert code == 65 and f"{file} has changed" in said and "expected" in said, (file, code, said)
+    assert code == 65, (file, code, said)
+    assert f"{file} has changed" in said, (file, code, said)
+    assert "expected" in said, (file, code, said)
     return said
 
 

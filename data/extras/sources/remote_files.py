@@ -19,7 +19,8 @@ from data.errors import DataError
 from data.index.shard import Shard
 from data.remote.cache import Cache
 from data.remote.config import SMALLEST, CacheConfig
-from data.remote.urls import Refused, list_files
+from data.remote.listing import list_files
+from data.remote.urls import Refused
 
 READ_AHEAD = 1 << 20  # bytes requested at once; the description of the columns is nearly always smaller
 

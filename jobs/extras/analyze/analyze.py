@@ -28,7 +28,8 @@ from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from jobs.extras.conversion import load, verify
 from jobs.extras.given_images import encoded_images
-from jobs.terminal import ProgressMeter, activity, echo
+from jobs.progress import ProgressMeter
+from jobs.terminal import activity, echo
 from models.catalog import normalise
 from models.configs import ViTConfig
 from models.extras import analysis

@@ -11,7 +11,8 @@ from data.errors import DataError, ExitCode
 from jobs.commands.arguments import Debug, stoppable
 from jobs.commands.sets import CacheFolder, IndexPath, Name, Workers, cache_config, refuse_file, summary
 from jobs.named_stages import find_set
-from jobs.terminal import ProgressMeter, echo
+from jobs.progress import ProgressMeter
+from jobs.terminal import echo
 
 if TYPE_CHECKING:
     from data.extras.doctor.doctor import Report

@@ -14,7 +14,8 @@ from jobs.commands.arguments import Debug, stoppable
 from jobs.commands.sets import CacheFolder, cache_config, refuse_file
 from jobs.commands.weights import find_weights
 from jobs.named_stages import find_set
-from jobs.terminal import ProgressMeter, echo
+from jobs.progress import ProgressMeter
+from jobs.terminal import echo
 
 Train = Annotated[list[str], typer.Argument(help="Training sets: index files, or folders that contain one.")]
 Test = Annotated[list[str], typer.Option(help="A test set: an index file or its folder; repeatable.")]

@@ -26,9 +26,11 @@ from data.files import write_atomically
 from data.index.names import preview
 from data.index.shard import IMAGES
 from data.walk import matching
-from jobs.named_stages import find_stage, near_path
+from jobs.commands.arguments import near_path
+from jobs.named_stages import find_stage
+from jobs.progress import ProgressMeter
 from jobs.recipe.key import model_at
-from jobs.terminal import ProgressMeter, activity, as_typed, echo
+from jobs.terminal import activity, as_typed, echo
 from pipeline.architecture import model_config
 from pipeline.evaluation.any_weights import is_foreign
 from pipeline.values import amount, duration, flow_yaml

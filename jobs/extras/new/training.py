@@ -30,6 +30,7 @@ from pipeline.config import build
 from pipeline.evaluation import any_weights
 from pipeline.extras.plan.memory import memory_need
 from pipeline.extras.plan.memory_traces import TraceFailed
+from pipeline.extras.recorded_origin import recorded_form
 from pipeline.process_group import memory_free
 from pipeline.training_config import TrainConfig
 from pipeline.values import counted
@@ -151,7 +152,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         if size != source.image_size:
             section["image_size"] = size[0]
         candidates = [ModelCandidate(section, model, "")]
-        finetuning = settings_of(source, any_weights.recorded_form(init))
+        finetuning = settings_of(source, recorded_form(init))
         recorded = any_weights.recorded_preprocessing(init)
         if recorded is not None:
             # Ops of an import fit any size; those of a stage fit only its own.

@@ -2,12 +2,20 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from time import process_time
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 import models
-from data.decoder import images_per_cpu_s
+from data.draws import Draws
+from data.errors import DataError
+from data.images.augment import AugmentConfig, augment
+from data.images.decode import BadImage
 from data.index.index import Index
+from data.shards.reader import ShardReader
 from jobs import cluster_config
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
 from jobs.stages.training import allowed_worlds
@@ -20,6 +28,7 @@ from pipeline.training_data import steps_of
 
 GPU_FLOPS = MAX_SHARE * GPUS["h100"].peak  # FLOP/s of a GPU in the best case
 CPU_RATE = 650.0  # ImageNet-1k images/s decoded by a busy core (e2babf2); 925 if idle, benchmarks/README.md
+MEASURED = 128  # images decoded to measure the decoding speed
 MAX_PROCESSES = 128  # maximum number of decoding processes to recommend per GPU: the cores per GPU of a large node
 
 
@@ -162,3 +171,27 @@ def memory(facts: TrainedFacts) -> Iterator[CheckVerdict]:
         text += "; this is for whole images, so the actual need with patch dropout is lower"
     facts.device_bytes = need.device_bytes
     yield CheckVerdict("OK" if facts.fits else "WARN", text)
+
+
+def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float | None:
+    """Measure how many images per second one core decodes from the first non-empty shard; None if reading fails."""
+    filled_shards = np.flatnonzero(index.shard_samples)
+    if len(filled_shards) == 0:
+        return None
+    shard = int(filled_shards[0])
+    images = min(MEASURED, index.shards[shard].samples)
+    # Used by `plan`, which must not wait for a whole shard to be hashed.
+    reader = ShardReader(index, verify=False)
+    out = np.empty((image_size, image_size, 3), np.uint8)
+    try:
+        # Round 1 decodes the first image as a warm-up; the clock restarts for round 2.
+        for images_of_round in (1, images):
+            start = process_time()
+            for sample in range(images_of_round):
+                # Bad images cost time in training too, so they count.
+                with suppress(BadImage):
+                    _, encoded, _ = reader.read(shard, sample)
+                    augment(encoded, image_size, Draws(sample), cfg, out)
+    except (DataError, OSError):
+        return None
+    return images / max(process_time() - start, 1e-9)

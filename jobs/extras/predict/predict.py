@@ -31,9 +31,11 @@ from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from jobs.extras.conversion import class_names, load, verify
 from jobs.extras.given_images import encoded_images
-from jobs.terminal import ProgressMeter, echo
+from jobs.progress import ProgressMeter
+from jobs.terminal import echo
 from models.catalog import normalise
 from pipeline.evaluation import any_weights
+from pipeline.extras.recorded_origin import recorded_loss
 from pipeline.values import counted
 
 MAX_CLASSES_LISTED = 5  # classes in the summary
@@ -66,7 +68,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
     names = class_names(weights)
     recorded = any_weights.recorded_preprocessing(weights, model.config.image_size)
     ops = recorded.ops if recorded is not None else f"resize({model.config.image_size})"
-    is_sigmoid = any_weights.recorded_loss(weights) == "sigmoid"
+    is_sigmoid = recorded_loss(weights) == "sigmoid"
 
     rows: list[Prediction] = []
     progress = ProgressMeter("images")

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from data.errors import UsageError
-from jobs.named_stages import find_stage, no_run
+from jobs.commands.status import no_run
+from jobs.named_stages import find_stage
 from pipeline.artifacts import TASK
 
 

@@ -9,8 +9,8 @@ import typer
 
 from data.errors import UsageError
 from jobs.commands.arguments import Debug
-from jobs.commands.status import run_or_stage
-from jobs.named_stages import RECORD, no_run
+from jobs.commands.status import no_run, run_or_stage
+from jobs.named_stages import RECORD
 from jobs.terminal import echo
 
 

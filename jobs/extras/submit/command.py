@@ -117,7 +117,7 @@ def stop(run: Run, _debug: Debug = False) -> None:
     """Stop a run on any machine: its workers commit a checkpoint and exit."""
     from data.storage import Folder, open_storage
     from jobs.extras.submit import submission
-    from jobs.ownership import RAY_JOB, holder_state, stop_holder
+    from jobs.ownership import RAY_JOB, holder_state
 
     name = job_name(run)
     storage = open_storage(Path("/"), name) if "://" in name else Folder(Path(name))
@@ -127,7 +127,7 @@ def stop(run: Run, _debug: Debug = False) -> None:
     if seen is None or is_rays:
         submission.stop(name)
     elif state == "held":
-        stop_holder(storage, seen, echo, submission.STOP_WAIT_S)
+        submission.stop_holder(storage, seen, echo, submission.STOP_WAIT_S)
     else:
         echo(f"nothing to stop: {seen.holder} has ended; for its result, run python -m jobs status {name}")
 

@@ -35,10 +35,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from data.errors import ClusterError, ConfigError, RunOwned, UsageError
+from data.storage import Storage
 from jobs.cluster.embedded import use_token_if_any
 from jobs.cluster.ray import ROOT, WAITING, explain, require_reachable
 from jobs.cluster.shipping import EXCLUDES, Checkout, inspect_checkout, secrets_line
 from jobs.cluster_config import check_environment
+from jobs.ownership import SLURM_JOB, STOP, UNIT, SeenLease, holder_state
 from jobs.terminal import echo
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ MIB = 2**20
 UPLOAD_LIMIT_BYTES = 100 * MIB  # limit of the Jobs API; larger uploads fail with HTTP status 413
 STOP_GRACE_S = 120  # time to finish the step and commit; Ray's default is 3 s
 STOP_WAIT_S = STOP_GRACE_S + 30  # 30 s more for the job's status to change
+# A command that Slurm or systemd would restart must be stopped there: prefix of `job` → command to type.
+STOP_COMMANDS = {SLURM_JOB: "scancel --batch --signal=TERM", UNIT: "systemctl stop"}
 LISTED_FIRST = {"RUNNING": 0, "PENDING": 1}
 POLL_S = 0.5
 STATUS_EVERY_S = 5.0  # request the job's status after this long without output
@@ -432,4 +436,36 @@ def _latest_job(client: "JobSubmissionClient", run: str) -> RayJob:
         f"no job for {run} on the cluster at {client.get_address()}\n"
         f"  runs with jobs: {', '.join(runs) or 'none'} (Ray loses this list if the head restarts)\n"
         f"  run python -m jobs list, or python -m jobs status with the run directory"
+    )
+
+
+def stop_holder(storage: Storage, seen: SeenLease, log: Callable[[str], None], patience_s: float) -> None:
+    """Tell the command that owns a run, on any machine, to commit and stop; return once it has ended.
+
+    The command sees the request at its next renewal. Raises ClusterError if it does not end in time, UsageError if
+    Slurm or systemd would restart it, StorageError.
+    """
+    for kind, words in STOP_COMMANDS.items():
+        if seen.record is not None and seen.record["job"].startswith(kind):
+            name = seen.record["job"].removeprefix(kind).strip()
+            raise UsageError(
+                f"{seen.holder} would be restarted after a stop\n"
+                f"  to stop it for good, run on {seen.record['host']}: {words} {name}"
+            )
+    storage.put(STOP.format(seen.number), b"")
+    log(f"asked {seen.holder} to commit and stop; waiting up to {patience_s:.0f} s")
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        state, now = holder_state(storage, log)
+        if state == "lost":
+            log(f"it died without a commit; for its last step, run python -m jobs status {storage.address()}")
+            return
+        if state == "free" or now is None or now.number > seen.number:
+            log(f"it has ended; for its result, run python -m jobs status {storage.address()}")
+            return
+        time.sleep(POLL_S)
+    raise ClusterError(
+        f"{seen.holder} has not stopped within {patience_s:.0f} s and still owns {storage.address()}\n"
+        "  its storage may be slow\n"
+        f"  run python -m jobs stop {storage.address()} again, or kill the process on its machine"
     )

@@ -168,6 +168,18 @@ def test_urls_of_other_things_are_refused(url, server, tmp_path) -> None:
         build_index([url], output=tmp_path, name="train")
 
 
+def test_endpoint_without_tls_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://localhost:1/hub")
+    with pytest.raises(DataError, match=r"HF_ENDPOINT is http://localhost:1/hub, expected https://"):
+        build_index(f"{SET}/train", output=tmp_path, name="train")
+
+
+def test_missing_package_is_named_at_once(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(DataError, match=r"hf:// needs a client: pip install huggingface_hub"):
+        build_index(f"{SET}/train", output=tmp_path, name="train")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_48_readers_of_a_throttling_hub_need_no_restart_and_no_more_bytes() -> None:

@@ -168,7 +168,8 @@ def test_node_is_probed_after_missed_heartbeats_and_lost_if_it_does_not_answer(
             before = len(nodes.asked)
             group.poll(0.0)
             if len(nodes.asked) > before:
-                assert share == 1.0 and nodes.asked[before:] == ["n0", "n1"], "both together"
+                assert share == 1.0, "both together"
+                assert nodes.asked[before:] == ["n0", "n1"], "both together"
                 asked_after.append(beats)
         if group.evidence().losses:
             assert beats == lost_after
@@ -259,7 +260,8 @@ def test_number_of_requests_per_round_grows_only_with_the_nodes(workers, tmp_pat
     assert nodes.times == 1
     assert len(group.evidence().losses) == workers
     group.poll(0.0)
-    assert len(polls) == workers and nodes.times == 1, "a lost node gets no more requests"
+    assert len(polls) == workers, "a lost node gets no more requests"
+    assert nodes.times == 1, "a lost node gets no more requests"
 
 
 class Agents:

@@ -264,7 +264,8 @@ def test_driver_and_workers_communicate_on_hosts_without_shared_storage(tmp_path
         def places_of(log: Path, process: subprocess.Popen[bytes]) -> dict[str, str]:
             deadline = time.monotonic() + 200
             while '"1"' not in log.read_text():
-                assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                assert process.poll() is None, log.read_text()
                 time.sleep(0.05)
             return json.loads(next(line for line in log.read_text().splitlines() if line.startswith('{"')))
 

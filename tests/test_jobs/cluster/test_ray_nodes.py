@@ -349,7 +349,8 @@ def test_excluded_node_is_never_used_and_exclusion_needs_enough_other_nodes(node
     group = reserve(two, "/runs/a")
     ours = nodes_in(two)
     odd = placement_group_table(group)["bundles_to_node_id"][0]
-    assert ours.exclude({odd}, 3) == 2 and not ours.excluded, "three workers need it"
+    assert ours.exclude({odd}, 3) == 2, "three workers need it"
+    assert not ours.excluded, "three workers need it"
     assert ours.exclude({odd}, 2) == 2
     assert odd not in placement_group_table(reserve(two, "/runs/a"))["bundles_to_node_id"].values()
     assert ours.room() == 2

@@ -387,7 +387,8 @@ def test_nodes_that_differ_from_the_majority_are_excluded_if_enough_remain(
         assert error.exit_code == ExitCode.UNAVAILABLE
         assert str(error).startswith("pretrain: worker 1 on n1 has torch 3")
         lines.append(str(error))
-    assert len(lines) == 1 and said in lines[0], lines
+    assert len(lines) == 1, lines
+    assert said in lines[0], lines
     assert nodes.left_out == left_out
 
 

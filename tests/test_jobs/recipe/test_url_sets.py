@@ -55,6 +55,7 @@ def test_urls_of_a_section_become_the_sets_of_an_added_stage() -> None:
                 "train": {"source": "shards", "path": URL},
                 "evaluate": {"source": "shards", "path": TEST_URL},
             },
+            "workers": 8,
         },
     }
 

@@ -189,7 +189,8 @@ def test_full_disk_ends_the_command_with_a_reason(tmp_path, sets):
     # 14 test images take 157 kB as entries, and the same again as arrays.
     script = f"mount -t tmpfs -o size=240k none {disk} && {shlex.join(command)} --output {disk}/leaks"
     done = subprocess.run([*IN_A_NAME_SPACE, "sh", "-c", script], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == ExitCode.IO and "No space left on device" in done.stderr, done.stderr
+    assert done.returncode == ExitCode.IO, done.stderr
+    assert "No space left on device" in done.stderr, done.stderr
     assert "signatures-" in done.stderr
     assert "free some space" in done.stderr
 

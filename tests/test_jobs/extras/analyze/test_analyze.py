@@ -37,7 +37,8 @@ def test_analyze_writes_figures_and_numbers_for_a_folder_of_images(tmp_path, pho
     assert np.shape(numbers["explained_variance"]) == (28,)
     for picture in ("attention.png", "inside.png"):
         pixels = cv2.imread(str(output / picture))
-        assert pixels is not None and pixels.std() > 10, picture
+        assert pixels is not None, picture
+        assert pixels.std() > 10, picture
 
 
 def test_distances_are_means_over_the_images(tmp_path, photos):

@@ -154,7 +154,8 @@ def test_an_evaluator_that_always_dies_is_given_up_with_a_message(loop, run, set
 def wait_for(claim: Callable[[], object], process: Any) -> None:
     deadline = time.monotonic() + 120
     while not claim():
-        assert process.is_alive() and time.monotonic() < deadline, "the condition was not met in time"
+        assert process.is_alive(), "the condition was not met in time"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.02)
 
 

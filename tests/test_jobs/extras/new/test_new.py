@@ -372,7 +372,8 @@ def test_new_explains_training_without_labels_and_how_to_add_classes(tmp_path, c
     for place, how in cases:
         new(place)
         out = capsys.readouterr().out
-        assert "no labels: masked patch prediction learns features" in out and how in out, place
+        assert "no labels: masked patch prediction learns features" in out, place
+        assert how in out, place
         Path("recipe.yaml").unlink()
     new(cases[0][0], "--unlabelled")
     assert "no labels" not in capsys.readouterr().out, "the user asked for it"

@@ -141,6 +141,18 @@ def test_shared_memory_suffices_as_docker_and_nccl_recommend(gpus: int, free: in
     assert of(check_report(changed, requirements), "/dev/shm").level == level
 
 
+@pytest.mark.parametrize(("seconds", "level"), [(0.2, "WARN"), (0.1, "OK")])
+def test_the_workers_of_a_node_share_its_reading_rate(seconds: float, level: str) -> None:
+    """Three workers need 30 MB/s; the node reads 20 or 40 MB/s."""
+    changed = report()
+    for worker in changed["workers"]:
+        worker["identity"]["node"] = "n0"
+        worker["sets"]["/data"]["seconds"] = seconds
+    result = of(check_report(changed, REQUIREMENTS), "data")
+    assert "needed by its 3 workers: 30.0 MB/s" in result.text
+    assert result.level == level
+
+
 def test_a_minority_of_versions_can_be_excluded_but_a_tie_cannot() -> None:
     excluded = "a run excludes the node if the others have enough room"
     assert excluded in of(check_changed('workers.2.identity.packages.torch = "2.12"'), "versions").remedy

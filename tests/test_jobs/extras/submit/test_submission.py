@@ -21,6 +21,7 @@ from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, ConfigError, RunOwned, UsageError
 from data.storage import Folder
+from jobs import ownership
 from jobs.__main__ import main
 from jobs.cluster.embedded import LOOPBACK
 from jobs.cluster.ray import ROOT, connect, disconnect
@@ -33,6 +34,7 @@ from jobs.ownership import Lease
 from pipeline.config import section_kind
 from pipeline.identity import COMMIT_VARIABLE
 from pipeline.recipe import read_recipe
+from tests.support import leases
 from tests.support.campaigns import KINDS
 
 TRAIN = """
@@ -473,3 +475,18 @@ def test_list_reports_an_address_without_a_server_at_once(monkeypatch) -> None:
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ClusterError, match=f"no response at RAY_ADDRESS={address}"):
             submission.list_jobs()
+
+
+def test_holder_of_a_run_can_be_stopped_through_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "PERIOD_S", leases.PERIOD_S)
+    storage = Folder(tmp_path / "run")
+    said: list[str] = []
+    with leases.holders(tmp_path) as start:
+        process = start("another")
+        seen = ownership.newest_lease(storage)
+        assert seen is not None
+        submission.stop_holder(storage, seen, said.append, 30.0)
+        process.join(10)
+        assert process.exitcode == 0
+    assert "has ended; for its result, run" in said[-1]
+    assert sorted(storage.list("leases")) == ["leases/000001.json"]

@@ -48,7 +48,8 @@ def test_a_family_is_written_as_it_came(name, transformers, tmp_path):
         # The class token of DINOv2 with registers takes over its position entry.
         is_moved = name == "dinov2 registers" and key.endswith(("cls_token", "position_embeddings"))
         if not is_moved and "mask_token" not in key:
-            assert same is not None and torch.equal(tensor, same), key
+            assert same is not None, key
+            assert torch.equal(tensor, same), key
 
 
 @pytest.mark.parametrize(("is_gated", "hidden"), [(False, 64), (False, 256), (True, 48), (True, 88), (True, 176)])

@@ -135,7 +135,8 @@ def test_unusable_cache_folder_is_logged_and_does_not_stop_the_plan(
         monkeypatch.setattr("fcntl.flock", refuse_lock)
     else:
         monkeypatch.setattr(memory_traces, "write_entry", refuse_write)
-    assert memory_traces.trace_of(step_of()).start == 7 and tracer == [step_of()], "traced once, though not kept"
+    assert memory_traces.trace_of(step_of()).start == 7, "traced once, though not kept"
+    assert tracer == [step_of()], "traced once, though not kept"
     if obstacle != "no locks":
         assert "cannot cache memory traces" in caplog.text
 
