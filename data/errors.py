@@ -4,7 +4,9 @@ This module imports nothing from the project, so every package can use it. Only 
 raises ValueError, and its callers decide which exit code applies.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -23,9 +25,14 @@ class ExitCode(IntEnum):
 
 
 class PatchlineError(Exception):
-    """An error for the user; its message has one line each for the problem, the expectation and the remedy."""
+    """An error for the user; its message has one line each for the problem, the expectation and the remedy.
+
+    The first line is the problem. A line that names a command ends with it. With `--json`, jobs/json_output.py derives
+    the steps to take from these lines; `steps` adds those that the message does not contain in this form.
+    """
 
     exit_code: int | None = ExitCode.INTERNAL
+    steps: Sequence[dict[str, Any]] = ()
 
 
 class UsageError(PatchlineError):
