@@ -309,7 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
 
             return print_document(words, partial(execute, words), partial(explained, words=words))
         answer = execute(words)
-        for line in answer.render(answer.document):
+        for line in answer.lines():
             echo(line)
         return answer.code
     except typer.Exit as end:  # after --help

@@ -10,7 +10,7 @@ lines rendered from the parsed JSON are the lines that the command prints. The f
 docs/schemas; a field is never renamed or removed without a new version of the schema.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,16 +18,23 @@ Document: TypeAlias = Mapping[str, Any]
 Step: TypeAlias = dict[str, Any]  # what to do next after an error; see docs/schemas/error.1.json
 
 
-def no_lines(document: Document) -> Sequence[str]:
-    """Render nothing, for a command that has already printed its lines, such as `run`."""
-    return ()
-
-
 @dataclass(frozen=True)
 class Answer:
-    """A command's result: strings, numbers, booleans, lists and mappings, and the function that renders them."""
+    """A command's result: strings, numbers, booleans, lists and mappings, and the function that renders them.
 
-    document: Document
-    render: Callable[[Document], Iterable[str]] = no_lines
+    Without `render`, the command has already printed its lines, as `run` does. A document that only --json needs can
+    be a function that returns it.
+    """
+
+    document: Document | Callable[[], Document]
+    render: Callable[[Document], Iterable[str]] | None = None
     code: int = 0  # exit code
     version: int = 1  # version of the document's schema
+
+    def content(self) -> Document:
+        """Return the document."""
+        return self.document() if callable(self.document) else self.document
+
+    def lines(self) -> Iterable[str]:
+        """Return the lines for people."""
+        return () if self.render is None else self.render(self.content())

@@ -71,7 +71,7 @@ def print_document(
             document: Document = {
                 "schema": f"{name_of(words)}.{answer.version}",
                 "code": answer.code,
-                **answer.document,
+                **answer.content(),
             }
         except KeyboardInterrupt as interrupt:
             document = error_document(interrupt, str(interrupt) or "interrupted", words)
@@ -134,6 +134,8 @@ def error_document(error: BaseException, message: str, words: Sequence[str]) -> 
         steps.append({"do": "fix", "need": NEEDS[error.errno], "path": str(error.filename or "."), "text": rest[-1]})
     steps += corrections(what, words)
     for line in rest:
+        if "--help" in line:
+            continue  # help is for people
         derived = [*corrections(line, words), *advice(line)]
         if not derived:
             reasons.append(line)
@@ -178,8 +180,8 @@ def command_in(line: str) -> str:
         words.append(word.rstrip(",;"))
         if word.endswith((",", ";")):
             break
-    # Words in capitals, such as RECIPE or FOLDER, stand for something that only the user knows. Help is for people.
-    if not start or "--help" in words or any(word.isupper() and len(word) > 2 for word in words):
+    # Words in capitals, such as RECIPE or FOLDER, stand for something that only the user knows.
+    if not start or any(word.isupper() and len(word) > 2 for word in words):
         return ""
     return f"{start}{' '.join(words)}"
 

@@ -412,7 +412,7 @@ def test_a_single_draw_is_recognised_by_the_end_of_the_metrics_name_not_by_the_s
     table: list[str] = []
     log_table([{"stage": "finetune", "seconds": 1.0, "skipped": False, "metrics": metrics}], table.append)
     assert "accuracy 50.0%  seedlings top-1 25.0%  seed-bank 5shot 75.0%" in table[1]
-    line = status.stage_line(folder, has_ended=True)
+    line = status.stage_line(status.stage_status(folder, str(folder), has_ended=True))
     assert line.endswith("  accuracy 0.5000  seedlings top-1 0.2500  seed-bank 5shot 0.7500")
     record = evaluation_record(3, metrics, {})
     assert record["line"] == f"evaluate step 3  {line.partition('  ')[2]}"
