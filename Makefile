@@ -1,4 +1,5 @@
 # make env    .venv with everything constraints.txt pins, and the command patchline; does nothing when up to date
+#             CPU=1 takes PyTorch's builds without CUDA, for a machine without a GPU: 4 GB less
 # make demo   the whole campaign on UCI's handwritten digits: shards to few-shot, with a worker killed on the way
 # make cluster-demo  the README's "Submit to a cluster" on three hosts of this machine, one of them killed; needs root
 # make check  style, types, the layout and the quick tests, within two minutes
@@ -16,6 +17,17 @@ BIN := .venv/bin
 MINUTES ?= 60
 STAMP := .venv/.installed
 
+# PyTorch's own package index: only it has the builds without CUDA, of torch and of the torchvision that fits them.
+CPU ?=
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+ifeq ($(CPU),)
+CONSTRAIN := cat constraints.txt
+INDEX :=
+else
+CONSTRAIN := sed -E -e '/^(triton|nvidia-|cuda-)/d' -e 's/^(torch|torchvision)=+(.*)/\1==\2+cpu/' constraints.txt
+INDEX := --extra-index-url $(CPU_INDEX)
+endif
+
 # An environment with the oldest torch that pyproject.toml allows.
 OLDEST ?= .venv-oldest
 OLDEST_PYTHON ?= python3.12
@@ -31,8 +43,10 @@ env: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "found no Python 3.11 or newer; install one, or name it: make env PYTHON=/path/to/python3.11"; exit 69; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -c $(PRINT_REQUIREMENTS) > $(STAMP).txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(STAMP).txt
+	@$(BIN)/python -c $(PRINT_REQUIREMENTS) > $(STAMP).txt
+	@$(CONSTRAIN) > $(STAMP).constraints.txt
+	@echo "installing $$(grep -c = $(STAMP).constraints.txt) packages into .venv, in about five minutes"
+	$(BIN)/python -m pip install $(INDEX) --constraint $(STAMP).constraints.txt --requirement $(STAMP).txt
 	@# the command $(BIN)/patchline, which runs this very checkout
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $(STAMP)

@@ -263,8 +263,8 @@ recipe: `@stage` for its weights, `@stage/name` for a set of shards made by a `p
 
 **Environment.** `${oc.env:NAME}` is replaced when the recipe is read. Paths and other text in the records of a run and
 in its checkpoints keep the variable in place of its value, with a digest of the value; numbers and single words are
-recorded as they are. Stage keys cover the values. Logs, pages and a submitted recipe may show a value. A variable
-whose name or value looks like a secret is refused.
+recorded as they are ([why](design/variables.md)). Stage keys cover the values. Logs, pages and a submitted recipe may
+show a value. A variable whose name or value looks like a secret is refused.
 
 **Sweeps.** Any stage's section can hold a `sweep`, which turns it into several stages ([studies.md](studies.md)).
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from data.errors import ConfigError, DataError
 
-STORES = ("s3", "gs", "az")  # schemes of object stores, whose keys may contain any character
+STORES = ("s3", "gs", "az", "hf")  # schemes of object stores, whose keys may contain any character
 LONGEST_PART = 255  # bytes of the name of a file or folder (NAME_MAX of Linux)
 SHA256 = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")

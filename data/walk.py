@@ -1,7 +1,9 @@
 """Find the files below a folder; every source of images uses this walk.
 
-Links are followed, as in torchvision and timm, except links to a folder above themselves. Hidden files, and folders
-that operating systems and storage devices create, are skipped and counted, never read as images or classes.
+Links are followed, as in torchvision and timm, with two exceptions: links to a folder above themselves, and, in a
+linked folder, links to a folder already read. Without the second, n folders linked to each other have n! paths. Hidden
+files, and folders that operating systems and storage devices create, are skipped and counted, never read as images or
+classes.
 
     photos/cat/1.jpg                        photos/cat/1.jpg
     photos/cat/more -> /store/more    →     photos/cat/more/7.jpg       (from the link)
@@ -10,12 +12,16 @@ that operating systems and storage devices create, are skipped and counted, neve
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from braceexpand import braceexpand
+
+Identity: TypeAlias = tuple[int, int]  # device and inode of a folder
 
 # Thumbnails, recycle bins, snapshots and indexes of: Synology, QNAP, Windows, ext4, zip files made on macOS, AFP.
 SYSTEM_FOLDERS = frozenset(
@@ -27,6 +33,7 @@ SYSTEM_FOLDERS = frozenset(
 )
 HIDDEN = "hidden file"  # includes files in hidden folders, such as .ipynb_checkpoints
 LOOP = "link to a folder above it"
+READ_BEFORE = "link to a folder already read, in a linked folder"
 NO_FILE = "broken link or device"
 
 
@@ -38,7 +45,7 @@ def files_below(folder: Path, skipped: Counter[str], *, in_order: bool = True) -
     """
     # Parents count as folders above too: a link in a class folder may lead to the folder of all classes.
     parents = {*folder.absolute().parents, *folder.resolve().parents}
-    yield from _walk(folder, skipped, tuple(map(_identity, parents)), in_order)
+    yield from _walk(folder, skipped, tuple(map(_identity, parents)), in_order, set(), 0)
 
 
 def matching(pattern: str | os.PathLike[str]) -> list[Path]:
@@ -71,31 +78,47 @@ def class_folders_in(root: Path, skipped: Counter[str] | None = None) -> list[st
     return names
 
 
-def _walk(folder: Path, skipped: Counter[str], above: tuple[tuple[int, int], ...], in_order: bool) -> Iterator[Path]:
+def _walk(
+    folder: Path, skipped: Counter[str], above: tuple[Identity, ...], in_order: bool, read: set[Identity], links: int
+) -> Iterator[Path]:
+    """Yield the files below a folder; `links` is the number of links in its path.
+
+    `read` contains the folders that this walk has read so far, and is extended.
+    """
     identity = _identity(folder)
     if identity in above:
         skipped[LOOP] += 1
         return
+    if links > 1 and folder.is_symlink() and identity in read:
+        skipped[READ_BEFORE] += 1
+        return
+    read.add(identity)
     entries: Iterable[os.DirEntry[str]] = os.scandir(folder)
     if in_order:
         entries = sorted(entries, key=lambda entry: entry.name)
     for entry in entries:
         path = Path(entry.path)
-        is_folder = entry.is_dir()
+        try:
+            is_folder, is_file = entry.is_dir(), entry.is_file()
+        except OSError as error:
+            # Linux follows at most 40 links in a path; a link to itself needs more.
+            if error.errno != errno.ELOOP:
+                raise
+            is_folder = is_file = False
         if is_folder and (entry.name.startswith(".") or entry.name in SYSTEM_FOLDERS):
             _count_skipped(path, skipped)
         elif is_folder:
-            yield from _walk(path, skipped, (*above, identity), in_order)
+            yield from _walk(path, skipped, (*above, identity), in_order, read, links + entry.is_symlink())
         # macOS writes a `._1.jpg` next to a 1.jpg on foreign file systems; it is no image.
         elif entry.name.startswith("."):
             skipped[HIDDEN] += 1
-        elif entry.is_file():
+        elif is_file:
             yield path
         else:
             skipped[NO_FILE] += 1
 
 
-def _identity(folder: Path) -> tuple[int, int]:
+def _identity(folder: Path) -> Identity:
     """Return the identity of a folder, which is the same under all its names."""
     status = folder.stat()
     return status.st_dev, status.st_ino

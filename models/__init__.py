@@ -13,7 +13,6 @@ from models.weights.folder import load_class_names, load_preprocessing
 from models.weights.preprocessing import Preprocessing
 
 if TYPE_CHECKING:
-    from models import masked
     from models.catalog import (
         Model,
         blocks,
@@ -44,9 +43,7 @@ LATER = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a name listed in LATER, or the module `masked`, on first use (PEP 562)."""
-    if name == "masked":
-        return import_module("models.masked")
+    """Import a name listed in LATER on first use (PEP 562)."""
     for module, names in LATER.items():
         if name in names.split():
             return getattr(import_module(module), name)

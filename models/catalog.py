@@ -23,18 +23,17 @@ from models import initial, vit
 from models.configs import HALF, ImageSize, ModelConfig, config_of
 
 if TYPE_CHECKING:
-    from models.masked import MaskedViT
     from models.resnet import BiT
 
 # To add an architecture, add a config in configs.py, a file with its module, and one entry in each of these two. A
 # module has `config`, `recomputed_blocks`, `features(images)` and `forward(images)`; its config is a frozen dataclass
 # with `family`, `image_size`, `classes`, `head_bias`, `head_fields`, `absent` and `with_new_head()`.
-Model: TypeAlias = "vit.ViT | MaskedViT | BiT"  # AxialViT is a ViT
+Model: TypeAlias = "vit.ViT | BiT"  # AxialViT is a ViT; extras have other classes with the same members
 MODULES = {  # family: module and class; a module is imported only when a model of its family is built
     "vit": "models.vit:ViT",
     "bit": "models.resnet:BiT",
     "axial": "models.vit:AxialViT",
-    "masked": "models.masked:MaskedViT",
+    "masked": "models.extras.masked:MaskedViT",
 }
 
 Shape = tuple[int, ...]

@@ -8,8 +8,8 @@ How a name becomes a config:
     config_of("mu/8", image_size=16, classes=5)   ViTConfig(image_size=(16, 16), patch=(8, 8), classes=5, width=32, ...)
     to_dict(config)                               {"family": "vit", "image_size": (16, 16), "patch": (8, 8), ...}
 
-The modules are in vit.py, resnet.py and masked.py. This file does not import torch, which takes a second, so that a
-recipe with a wrong key fails before that.
+The modules are in vit.py, resnet.py and extras/masked.py. This file does not import torch, which takes a second, so
+that a recipe with a wrong key fails before that.
 """
 
 from __future__ import annotations
@@ -296,6 +296,29 @@ class MaskedConfig(ViTConfig):
         shared = {field.name: getattr(self, field.name) for field in fields(ViTConfig)}
         return ViTConfig(**shared)
 
+    @classmethod
+    def around(cls, source: ModelConfig) -> MaskedConfig:
+        """Return the config of a masked model with the blocks of a plain ViT, whose head and pooling it drops.
+
+        Raises ValueError with the reason if masked prediction cannot start from this model.
+        """
+        if isinstance(source, MaskedConfig):
+            return source
+        reason = ""
+        if not isinstance(source, ViTConfig) or source.family != "vit":
+            reason = f"models of family {source.family} have no sequence of patches"
+        elif source.stem is not None:
+            reason = "its ResNet stem shows the pixels of a patch to the patches around it"
+        elif source.last_norm == "pooled":
+            reason = "its last norm is that of the pooled vector (last_norm: pooled), and nothing is pooled"
+        if reason or not isinstance(source, ViTConfig):
+            raise ValueError(f"masked prediction cannot start from these weights: {reason}; expected a plain ViT")
+        shared = {field.name: getattr(source, field.name) for field in fields(ViTConfig)}
+        shared |= {"classes": 0, "representation": None, "map_heads": None, "map_mlp": None}
+        if source.pool == "map":
+            shared["pool"] = "gap"
+        return cls(**shared)
+
 
 @dataclass(frozen=True)
 class BiTConfig:
@@ -442,6 +465,10 @@ def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
     """Raise ValueError if weights of `source` cannot be transferred to `target`."""
     if isinstance(source, MaskedConfig) and not isinstance(target, MaskedConfig):
         source = source.vit
+    elif isinstance(target, MaskedConfig) and not isinstance(source, MaskedConfig):
+        # The masked model's own fields, such as its target, are free.
+        source = MaskedConfig.around(source).vit
+        target = target.vit
     # A difference without an effect on shapes, such as heads or epsilons, would load without an error and change the
     # computation. Therefore reject all differences outside FREE.
     if source.family != target.family:

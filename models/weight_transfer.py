@@ -1,7 +1,7 @@
 """Transfer weights to another image size, patch size, pooling or number of classes, and report on every parameter.
 
 1. Check the weights against the source's config: a missing, unknown or mis-shaped key is an error.
-2. Source and target may differ only in FREE fields. For a masked model, extract the ordinary ViT first.
+2. Source and target may differ only in FREE fields. The ordinary ViT inside a masked model is extracted, or inserted.
 3. Keep each parameter of the target, resize it (patch filters, position tables), or initialise it (a new head).
 4. Report what happened to every parameter, and how much the positions changed.
 
@@ -80,6 +80,18 @@ def transfer(
         return state, replace(report, dropped=report.dropped + tuple(around))
 
     check_architecture(source, target)
+    if isinstance(target, MaskedConfig) and not isinstance(source, MaskedConfig):
+        # The other direction: the ViT keeps its parameters, and everything around it is new.
+        inside, report = transfer(weights, source, target.vit, generator=generator)
+        state = {}
+        added: list[Change] = []
+        for name, shape in tensor_shapes(catalog.empty(target).named_parameters()).items():
+            if name.startswith("vit."):
+                state[name] = inside[name.removeprefix("vit.")]
+            else:
+                state[name] = initial.fill(name, torch.empty(shape), target, generator)
+                added.append((name, None, shape))
+        return state, replace(report, new=report.new + tuple(added))
 
     # `startswith` of an empty tuple is False: then only parameters that the source lacks are new.
     replaced_prefixes: tuple[str, ...] = ()

@@ -58,8 +58,8 @@ def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -
 def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelConfig:
     """Return the config of the model that a stage trains, given the config of its initial weights (`source`).
 
-    A classifier initialised from a masked model uses the ViT inside it. A new head starts with zero bias (SPEC 1.5)
-    unless the stage's own `model` section sets `head_bias`.
+    A classifier initialised from a masked model uses the ViT inside it, and a masked model may start from a plain ViT.
+    A new head starts with zero bias (SPEC 1.5) unless the stage's own `model` section sets `head_bias`.
 
     Raises ConfigError if the stage's objective cannot train this model.
     """
@@ -69,7 +69,13 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
         source = source.vit
     if source is not None and cfg.new_head:
         source = source.with_new_head()
-    model = model_config(cfg.model, source)
+    base = source
+    if source is not None and is_masked:
+        try:
+            base = MaskedConfig.around(source)
+        except ValueError as error:
+            raise ConfigError(f"init: {error}\n  set init to weights of such a model, or remove it") from None
+    model = model_config(cfg.model, base)
     require(
         (model.family == "masked") == is_masked,
         f"objective {cfg.objective} cannot train a model of family {model.family}\n"

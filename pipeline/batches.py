@@ -38,9 +38,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import models
 from data.errors import Preempted
 from data.loader import Batch, TrainLoader, prefetched_to_device
+from data.optional import load_optional
 from data.order import Ids
 from models.catalog import normalise
 from pipeline import config
@@ -227,7 +227,8 @@ def masked_loss(worker: "Worker", step: int, images: Tensor, batch: Batch) -> Te
     that splits the batch into the same micro-batches.
     """
     generator = torch.Generator(worker.group.device).manual_seed(seed_of_micro_batch(worker.cfg.seed, step, batch.ids))
-    summed_loss, _ = models.masked.objective(worker.engine.forward, images, generator, left_out=batch.masked)
+    objective = load_optional("models.extras.masked:objective", "objective=masked")
+    summed_loss, _ = objective(worker.engine.forward, images, generator, left_out=batch.masked)
     return summed_loss
 
 

@@ -263,7 +263,8 @@ def build_model(
     model = models.from_config(model_config, torch.Generator().manual_seed(cfg.seed))
     if init is not None:
         stored_weights, stored_config = artifacts.load_weights(Path(init))
-        weights, report = models.transfer(stored_weights, stored_config, model_config, new_head=cfg.new_head)
+        generator = torch.Generator().manual_seed(cfg.seed)
+        weights, report = models.transfer(stored_weights, stored_config, model_config, cfg.new_head, generator)
         model.load_state_dict(weights, strict=False)  # transfer() has accounted for every parameter
         telemetry.report(
             "transfer",

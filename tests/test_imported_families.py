@@ -148,3 +148,70 @@ def test_a_family_passes_every_stage_and_fine_tunes_as_timm_does(
     assert results.keys() == {"top-1", "fewshot", "knn"}
     (resized,) = Path("run").glob("resize-*")
     assert main(["analyze", str(resized), str(folder / "train"), "--output", "figures", "--limit", "2"]) == 0
+
+
+MASKED = """
+run: run
+cluster: {{workers: 1, backend: processes}}
+
+mask:
+  kind: pretrain
+  objective: masked
+  init: {weights}
+  data: {{train: {train}, augment: {{crop: none, flip: false}}}}
+  optim: {{lr: 1.0e-3, schedule: {{warmup_steps: 0}}}}
+  steps: 30
+  batch_size: 16
+  micro_batch: 16
+  precision: fp32
+
+finetune:
+  init: "@mask"
+  model: {{classes: 5}}
+  data: {{train: {train}, augment: {{crop: none, flip: false}}}}
+  optim: {{lr: 1.0e-3, schedule: {{warmup_steps: 0}}}}
+  steps: 2
+  batch_size: 16
+  micro_batch: 16
+  precision: fp32
+"""
+
+
+def test_masked_prediction_starts_from_imported_weights(
+    samples: tuple[Path, Tensor, Tensor], timm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_timm(timm, "vit_base_patch14_reg4_dinov2", tmp_path / "theirs")
+    assert main(["import", "theirs", "weights"]) == 0
+    folder, _, _ = samples
+    Path("recipe.yaml").write_text(MASKED.format(weights=tmp_path / "weights", train=folder / "train"))
+    assert main(["run", "recipe.yaml"]) == 0
+    (stage,) = Path("run").glob("mask-*")
+    losses = [loss for record in read_metrics(stage) for loss in record["losses"]]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    imported, config = models.load_weights(tmp_path / "weights")
+    trained, masked_config = models.load_weights(stage)
+    assert masked_config.vit.layer_scale == config.layer_scale
+    assert masked_config.vit.registers == 4
+    # The blocks continue from the imported ones: 30 steps move them by less than their size.
+    for name in ("blocks.0.attention.qkv.weight", "blocks.1.mlp.up.weight", "positions.0.table"):
+        distance = (trained[f"vit.{name}"] - imported[name]).norm()
+        assert 0 < distance < 0.5 * imported[name].norm(), name
+
+
+def test_masked_prediction_from_weights_that_pool_before_the_last_norm_is_refused(
+    samples: tuple[Path, Tensor, Tensor],
+    timm: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_timm(timm, "eva02_tiny_patch14_224", tmp_path / "theirs")
+    assert main(["import", "theirs", "weights"]) == 0
+    folder, _, _ = samples
+    Path("recipe.yaml").write_text(MASKED.format(weights=tmp_path / "weights", train=folder / "train"))
+    capsys.readouterr()
+    assert main(["run", "recipe.yaml"]) == 78
+    message = capsys.readouterr().err
+    assert "masked prediction cannot start from these weights: its last norm is that of the pooled vector" in message

@@ -34,6 +34,7 @@ HEAVY = {
     "s3fs": "data",
     "gcsfs": "data",
     "adlfs": "data",
+    "huggingface_hub": "data",
     "torchcodec": "data",
 }
 

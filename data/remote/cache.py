@@ -18,6 +18,7 @@ How a shard gets into the cache (`Cache.path`):
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -115,19 +116,21 @@ class Cache:
 
     @contextmanager
     def turn(self, path: Path) -> Iterator[None]:
-        """Hold the lock of one shard; while another process downloads it, report progress if the file grows."""
+        """Hold the lock of one shard; while another process downloads it, report progress if it is alive."""
         # Poll the lock instead of blocking: a blocked call could neither be stopped nor report progress to the loader.
         part = path.with_suffix(".part")
-        known_size = -1
+        known_ns = -1
         with open(path.with_suffix(".lock"), "a", opener=open_regular) as file:
             while not take_lock(file.fileno(), Path(file.name), wait=False):
                 if self.stopped():
                     raise StorageError(f"{path.name}: stopped while another process was downloading it")
                 time.sleep(0.1)
-                size = size_or_none(part)
-                if size is not None and size != known_size:
-                    known_size = size
-                    self.progress()
+                # Its time changes with every piece, and while the download waits as its store asks (`keep_alive`).
+                with suppress(FileNotFoundError):
+                    changed_ns = part.stat().st_mtime_ns
+                    if changed_ns != known_ns:
+                        known_ns = changed_ns
+                        self.progress()
             yield
 
     # ------------------------------------------------------------------------------------------ fetching
@@ -143,7 +146,8 @@ class Cache:
                 file.seek(0)
                 digest = file_digest(file, "sha256")
                 while file.tell() < shard.bytes:
-                    piece = self.read(url, file.tell(), min(file.tell() + PIECE, shard.bytes))
+                    stop = min(file.tell() + PIECE, shard.bytes)
+                    piece = self.read(url, file.tell(), stop, waiting=partial(self.keep_alive, part))
                     file.write(piece)
                     file.flush()
                     digest.update(piece)
@@ -155,6 +159,12 @@ class Cache:
                 return
             part.unlink()
         raise DataError(f"{redacted(url)}: its sha256 differs from the index; index the shard again")
+
+    def keep_alive(self, part: Path) -> None:
+        """Report that a download still waits for its store, also to the processes that wait for this download."""
+        with suppress(OSError):
+            os.utime(part)
+        self.progress()
 
     @contextmanager
     def temporary_copy(self, url: str, size: int) -> Iterator[BufferedRandom]:
@@ -172,23 +182,30 @@ class Cache:
             file.flush()
             yield file
 
-    def read(self, url: str, start: int, stop: int) -> bytes:
+    def read(self, url: str, start: int, stop: int, waiting: Callable[[], object] | None = None) -> bytes:
         """Return bytes start … stop−1 of a URL, or fewer if the response ends early."""
-        return self.patiently(url, partial(read_range, url, start, stop, self.cfg.timeout_s))
+        return self.patiently(url, partial(read_range, url, start, stop, self.cfg.timeout_s), waiting)
 
-    def patiently(self, url: str, ask: Callable[[], Answer]) -> Answer:
+    def patiently(self, url: str, ask: Callable[[], Answer], waiting: Callable[[], object] | None = None) -> Answer:
         """Return the result of `ask`, with the retries of `Retry`.
 
-        Raises DataError for a missing file, a refused address or a missing client package; StorageError if all attempts
-        fail or `stopped()` is true.
+        `waiting` (default: `progress`) is called during the pauses for which the store asks. Raises DataError for a
+        missing file, a refused address or a missing client package; StorageError if all attempts fail or `stopped()` is
+        true.
         """
-        retry = Retry(self.cfg.attempts, self.cfg.backoff_s, self.stopped)
+        retry = Retry(self.cfg.attempts, self.cfg.backoff_s, self.stopped, waiting or self.progress)
         try:
             return retry.patiently(redacted(url), ask)
         except FileNotFoundError:
             raise DataError(f"{redacted(url)}: this shard or its bucket does not exist") from None
 
     # ------------------------------------------------------------------------------------------ eviction
+
+    def has_disk_for(self, size: int) -> bool:
+        """Return whether a file fits within the limit, and leaves a fifth of the disk free."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        disk = shutil.disk_usage(self.directory)
+        return size <= self.cfg.limit_bytes and disk.free - size > disk.total / 5
 
     def make_room(self, size: int) -> None:
         """Delete the least recently used shards until `size` more bytes fit within the limit.

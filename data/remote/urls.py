@@ -1,11 +1,14 @@
 """Read byte ranges of remote shards: `s3:// gs:// az://` by fsspec's clients, `https://` by the standard library.
 
+`hf://` (data sets on the Hugging Face Hub) is an extra, data/extras/hub.py: huggingface_hub lists the files and names
+their https addresses, from which this module reads.
+
 Three functions work for every scheme. Each sends one request; only `Retry` repeats requests to an object store, with
-exponential backoff and jitter.
+exponential backoff and jitter, or after the pause for which the store asks.
 
     size_of("s3://bucket/train-000000.tar", 30.0)              →   6543360
     read_range("s3://bucket/train-000000.tar", 0, 512, 30.0)   →   the first 512 bytes
-    list_tars("s3://bucket/train", 30.0)                       →   {"s3://bucket/train/train-000000.tar": 6543360, …}
+    list_tars("s3://bucket/train", 30.0)   →   {"s3://bucket/train/train-000000.tar": RemoteFile(6543360), …}
 
 Clients raise many kinds of errors whose texts may contain secrets, so messages show only the kind. Credentials come
 only from the environment, in the variables defined by each client; so do custom endpoints: `AWS_ENDPOINT_URL`,
@@ -21,15 +24,18 @@ import ipaddress
 import logging
 import os
 import random
+import re
 import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from email.message import Message
+from email.utils import parsedate_to_datetime
 from functools import lru_cache, partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlsplit
 
 from data.checks import check_file_name, redacted
@@ -37,6 +43,7 @@ from data.error_pages import ERROR, LONGEST, words_of
 from data.errors import DataError, PatchlineError, StorageError
 from data.index.names import preview
 from data.index.shard import COMPRESSED
+from data.optional import load_optional
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -45,15 +52,22 @@ Answer = TypeVar("Answer")
 CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → client package
 PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme → fsspec's name for the protocol
 TESTED = {"s3fs": "2026.9.0", "gcsfs": "2026.10.1", "adlfs": "2026.8.0"}
-SCHEMES = (*CLIENTS, "https")
+SCHEMES = (*CLIENTS, "hf", "https")
+HUB = "data.extras.hub:"  # module of the functions for hf://
 LONGEST_PAUSE_S = 30.0  # longest pause between two attempts
 WARN_AT_ATTEMPT = 2  # counted from 0; two failed attempts may be a short interruption
+THROTTLING = (429, 503)  # statuses that may come with `Retry-After`
+LONGEST_THROTTLED_S = 3600.0  # total of the pauses that a store may ask for before one request fails
+WARN_IF_THROTTLED_S = 30.0  # total of these pauses from which they are logged
 # Retry a denied request for this long, in case the credentials are just being renewed; each retry reads them again.
 DENIED_S = 30.0
 RENEW = (
     "renew them (aws sso login, gcloud auth application-default login, az login, or new values in the file or "
     "variables that the client reads), then run the same command again"
 )
+# S3's requests that answer 200 before they are done, and report a later error in the body; the client retries them:
+# https://docs.aws.amazon.com/AmazonS3/latest/API/API_CompleteMultipartUpload.html
+LATE_ERRORS = ("CompleteMultipartUpload", "CopyObject", "UploadPartCopy")
 CHECK_KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, and AWS_ENDPOINT_URL"
 # Error codes of stores, and exceptions of clients, that deny a request → the cause and the remedy.
 DENIALS = {
@@ -85,6 +99,11 @@ DENIALS = {
     "AuthorizationFailure": "the storage account or its network rules do not allow this request: change them",
     "AuthorizationPermissionMismatch": "the credentials lack the role Storage Blob Data Contributor on the container",
     "InsufficientAccountPermissions": "the credentials are valid, but not for this request: allow read, write and list",
+    # Hugging Face Hub, in X-Error-Code
+    "GatedRepo": (
+        "the data set is gated: accept its conditions on its page, and set HF_TOKEN to a token of that account that "
+        "may read gated repositories, then run the same command again"
+    ),
 }
 DENIED = "check the credentials in the environment (docs/storage.md)"  # the remedy for a denial without a known code
 
@@ -99,6 +118,14 @@ class Denied(PermissionError):
     def __init__(self, code: str) -> None:
         super().__init__(code)
         self.code = code
+
+
+class Throttled(OSError):
+    """A store asks for a pause before the next request; `pause_s` is its length in seconds."""
+
+    def __init__(self, pause_s: float) -> None:
+        super().__init__(f"rate limit, pause of {pause_s:g} s")
+        self.pause_s = pause_s
 
 
 class ErrorPage(StorageError):
@@ -129,8 +156,11 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     object. Raises StorageError with the text of an error page if one arrives instead of these bytes.
     """
     check_url(url)
-    if url.startswith("https:"):
-        with request_https(url, timeout_s, f"bytes={start}-{stop - 1}") as answer:
+    if url.startswith(("https:", "hf:")):
+        request: Callable[..., AbstractContextManager[http.client.HTTPResponse]] = request_https
+        if url.startswith("hf:"):
+            request = load_optional(HUB + "request_file", "hf://")
+        with request(url, timeout_s, f"bytes={start}-{stop - 1}") as answer:
             # A server that ignores the range sends the whole file, which is correct only for start 0.
             if answer.status != http.client.PARTIAL_CONTENT and start > 0:
                 refuse_error_page(url, answer.read(LONGEST + 1))
@@ -162,17 +192,27 @@ def refuse_error_page(url: str, content: bytes) -> None:
         raise StorageError(f"{redacted(url)}: {ErrorPage(words)}")
 
 
-def refuse_answer(response_dict: dict[str, Any], **_: object) -> None:
+def refuse_answer(event_name: str, response_dict: dict[str, Any] | None, **_: object) -> None:
     """Raise ErrorPage if S3's response to a request other than a read is an error page; a botocore hook.
 
-    botocore would parse an HTML page as an empty list of objects. Before it calls this hook, it converts XML and JSON
-    error pages to errors, which are retried.
+    botocore would parse an HTML page as an empty list of objects, and retry XML and JSON pages like a status of 500.
     """
-    body = response_dict.get("body")
-    if isinstance(body, bytes) and response_dict.get("status_code") == http.client.OK and ERROR.match(body):
-        words = words_of(body)
-        if words:
-            raise ErrorPage(words)
+    # The body of a read is a stream.
+    body = response_dict and response_dict.get("body")
+    if (
+        response_dict is not None
+        and isinstance(body, bytes)
+        and response_dict.get("status_code") == http.client.OK
+        and event_name.rpartition(".")[2] not in LATE_ERRORS
+    ):
+        refuse_page(body)
+
+
+def refuse_page(answer: bytes) -> None:
+    """Raise ErrorPage if the body of a response that should be a store's XML or JSON is an error page."""
+    words = words_of(answer) if ERROR.match(answer) else ""
+    if words:
+        raise ErrorPage(words)
 
 
 def size_of(url: str, timeout_s: float) -> int:
@@ -192,34 +232,59 @@ def size_of(url: str, timeout_s: float) -> int:
     return int(size)
 
 
-def list_tars(url: str, timeout_s: float) -> dict[str, int]:
-    """Return {URL: size in bytes} of the *.tar files in a folder or matching a pattern.
+class RemoteFile(NamedTuple):
+    """A file in an object store."""
+
+    size: int  # bytes
+    sha256: str = ""  # only on the Hub; other stores do not report it
+
+
+def list_tars(url: str, timeout_s: float) -> dict[str, RemoteFile]:
+    """Return {URL: file} of the *.tar files in a folder or matching a pattern, or of a single tar.
 
     Raises the errors of `read_range`, Refused if a folder also contains compressed tars, which would be ignored, and
     DataError for unsafe names.
     """
-    scheme = urlsplit(url).scheme
-    if scheme == "https":
+    if url.startswith("https:"):
         raise Refused(f"{redacted(url)}: https cannot list files; name the shards, as in …/train-{{000..099}}.tar")
-    # Only `*` is a wildcard; `?` and `[` are ordinary characters of a key.
-    folder = url.rstrip("/").replace("[", "[[]").replace("?", "[?]")
-    pattern = folder if "*" in url else f"{folder}/*.tar*"
-    with denied_as_such():
-        entries = client(scheme, timeout_s).glob(pattern, detail=True)
     compressed = []
     tars = {}
-    for path, entry in sorted(entries.items()):
-        if path.endswith(COMPRESSED):
+    for place, file in list_files(url, ".tar*", timeout_s).items():
+        if place.endswith(COMPRESSED):
             # Without the folder, as in `data.index.tar`: messages abbreviate long names.
-            compressed.append(path.rpartition("/")[2])
-        elif path.endswith(".tar"):
-            tars[f"{scheme}://{check_file_name(path, redacted(url))}"] = entry["size"]
+            compressed.append(place.rpartition("/")[2])
+        elif place.endswith(".tar"):
+            tars[place] = file
     if compressed:
         raise Refused(
             f"{redacted(url)}: {preview(compressed)} are compressed tars and would be ignored; "
             f"decompress them, or name the tars to use: {redacted(url).rstrip('/')}/*.tar"
         )
     return tars
+
+
+def list_files(url: str, suffix: str, timeout_s: float) -> dict[str, RemoteFile]:
+    """Return {URL: file} of the files matching a pattern, or those in a folder whose names end with `suffix`.
+
+    A URL that itself ends with `suffix` names a file. Raises the errors of `read_range`.
+    """
+    scheme = urlsplit(url).scheme
+    entries: Mapping[str, dict[str, Any]]
+    with denied_as_such():
+        if url.endswith(suffix.rstrip("*")) and "*" not in url:
+            entry = client(scheme, timeout_s).info(url)
+            entries = {entry["name"]: entry}
+        else:
+            # Only `*` is a wildcard; `?` and `[` are ordinary characters of a key.
+            folder = url.rstrip("/").replace("[", "[[]").replace("?", "[?]")
+            pattern = folder if "*" in url else f"{folder}/*{suffix}"
+            entries = client(scheme, timeout_s).glob(pattern, detail=True)
+    files = {}
+    for path, entry in sorted(entries.items()):
+        lfs = entry.get("lfs") or {}
+        place = f"{scheme}://{check_file_name(path, redacted(url))}"
+        files[place] = RemoteFile(entry["size"], lfs.get("sha256", ""))
+    return files
 
 
 # --------------------------------------------------------------------------------------------- retries
@@ -233,24 +298,34 @@ def never() -> bool:
 class Retry:
     """Retries a failed request, up to `attempts` attempts or until `stopped()`; `attempts` may be lowered meanwhile.
 
-    The pause before the second attempt is at most `backoff_s`, and the limit doubles with every attempt.
+    The pause before the second attempt is at most `backoff_s`, and the limit doubles with every attempt. If the store
+    itself asks for a pause (status 429 or 503 with `Retry-After`), the next request follows after this pause, and the
+    refused request does not count as an attempt: the store works. `waiting` is called several times a second meanwhile.
     """
 
-    def __init__(self, attempts: int, backoff_s: float, stopped: Callable[[], bool] = never) -> None:
+    def __init__(
+        self,
+        attempts: int,
+        backoff_s: float,
+        stopped: Callable[[], bool] = never,
+        waiting: Callable[[], object] = never,
+    ) -> None:
         self.attempts = attempts
         self.backoff_s = backoff_s
         self.stopped = stopped
+        self.waiting = waiting
 
     def patiently(self, address: str, ask: Callable[[], Answer]) -> Answer:
         """Return the result of `ask`, with retries; `address` is the name for messages.
 
         Raises at once: FileNotFoundError, because retries do not help; DataError if the store's client is not installed
         or an address is refused; StorageError for an error page. Raises StorageError if all attempts fail, if the store
-        has denied the requests for DENIED_S, or if `stopped()` is true.
+        has denied the requests for DENIED_S, if it asks for pauses of LONGEST_THROTTLED_S, or if `stopped()` is true.
         """
         bucket = "/".join(address.split("/")[:3])
         reason = ""
         attempt = 0
+        throttled_s = 0.0  # total of the pauses that the store has asked for
         # Read `attempts` anew each time: an ending command lowers it for its threads.
         while attempt < self.attempts:
             if self.stopped():
@@ -275,15 +350,16 @@ class Retry:
                     raise denial(address, reason, attempt + 1) from None
             except Exception as error:
                 reason = type(error).__name__
+                ordered_s = pause_ordered_by(error)
+                if ordered_s is not None:
+                    throttled_s = self.wait_as_ordered(address, ordered_s, throttled_s)
+                    continue
             if attempt == WARN_AT_ATTEMPT:
                 remedy = f": {DENIALS[reason]}" if reason in DENIALS else ""
                 logging.getLogger(__name__).warning("%s: request failed (%s), retrying%s", address, reason, remedy)
             if attempt + 1 < self.attempts:
                 # A random part, so that many workers and nodes do not retry at the same moment.
-                pause_s = random.uniform(0, min(LONGEST_PAUSE_S, self.backoff_s * 2**attempt))
-                ends_at = time.monotonic() + pause_s
-                while not self.stopped() and time.monotonic() < ends_at:
-                    time.sleep(min(0.1, max(0.0, ends_at - time.monotonic())))
+                self.pause(random.uniform(0, min(LONGEST_PAUSE_S, self.backoff_s * 2**attempt)), never)
             attempt += 1
 
         if bucket in _denied_since:
@@ -291,6 +367,57 @@ class Retry:
         raise StorageError(
             f"{address}: no response after {attempt} attempts, last error {reason}; run again when the store responds"
         )
+
+    def wait_as_ordered(self, address: str, ordered_s: float, throttled_s: float) -> float:
+        """Wait as long as the store asks; return the total of such pauses, which was `throttled_s` before.
+
+        Raises StorageError if the total exceeds LONGEST_THROTTLED_S.
+        """
+        total_s = throttled_s + max(1.0, ordered_s)
+        if total_s > LONGEST_THROTTLED_S:
+            raise StorageError(
+                f"{address}: the store limits the rate of requests, and asks for a pause of {ordered_s:.0f} s after "
+                f"pauses of {throttled_s:.0f} s; run again later, or with fewer nodes or data.cache.fetchers"
+            )
+        if throttled_s < WARN_IF_THROTTLED_S <= total_s:
+            logging.getLogger(__name__).warning(
+                "%s: the store limits the rate of requests; waiting %.0f s, as it asks", address, ordered_s
+            )
+        # Never shorter than the store asks; the random part spreads many readers that were refused together.
+        self.pause(ordered_s + random.uniform(0, max(self.backoff_s, ordered_s / 4)), self.waiting)
+        return total_s
+
+    def pause(self, pause_s: float, waiting: Callable[[], object]) -> None:
+        """Wait; return early if `stopped()` becomes true. Calls `waiting` at least every 0.1 s."""
+        ends_at = time.monotonic() + pause_s
+        while not self.stopped() and time.monotonic() < ends_at:
+            waiting()
+            time.sleep(min(0.1, max(0.0, ends_at - time.monotonic())))
+
+
+def pause_ordered_by(error: BaseException) -> float | None:
+    """Return the pause in seconds for which a store asks with its refusal of a request; None for other errors."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, Throttled):
+            return link.pause_s
+        response = getattr(link, "response", None)  # huggingface_hub's; botocore's is a dict without these attributes
+        if response is not None and getattr(response, "status_code", None) in THROTTLING:
+            return pause_in(response.headers)
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def pause_in(headers: Mapping[str, str] | Message) -> float | None:
+    """Return the pause in seconds that the headers of a response ask for; None if they do not."""
+    text = headers.get("Retry-After") or ""
+    if text.strip().isdigit():
+        return float(text)
+    with suppress(ValueError):
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    # The Hub's: RateLimit: "resolvers";r=0;t=55 (draft-ietf-httpapi-ratelimit-headers-09)
+    reset = re.search(r"\br=0\s*;\s*t=(\d+)", headers.get("RateLimit") or "")
+    return float(reset[1]) if reset else None
 
 
 _denied_since: dict[str, float] = {}  # bucket → time since when the store has denied this process's requests
@@ -333,6 +460,8 @@ def denial_code(error: BaseException) -> str:
                 return str(name)
         link = link.__cause__ or link.__context__
     status = getattr(error, "status_code", getattr(error, "code", None))
+    if status is None:
+        status = getattr(getattr(error, "response", None), "status_code", None)  # huggingface_hub's
     if status in (401, 403):
         return f"HTTP {status}"
     # A PermissionError of the local disk has an errno.
@@ -345,6 +474,33 @@ def forget_credentials() -> None:
     client.cache_clear()
 
 
+async def ask_azure(sent: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+    """Send one request of Azure's client. Raises ErrorPage if an error page arrives instead of a list of objects."""
+    answer = await sent(request)
+    if "comp=list" in request.http_request.url and answer.http_response.status_code == http.client.OK:
+        refuse_page(answer.http_response.body())
+    return answer
+
+
+async def ask_google(
+    asked_once: Callable[..., Awaitable[Any]],
+    filesystem: AbstractFileSystem,
+    method: str,
+    path: str,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Send one request of gcsfs. Raises ErrorPage if an error page arrives instead of the JSON of a list or an object.
+
+    gcsfs would retry HTML and XML pages, and take a JSON page for an empty list.
+    """
+    answer = await asked_once(filesystem, method, path, *args, **options)
+    # Reads have complete URLs as paths; an object may contain anything.
+    if path.startswith("b/"):
+        refuse_page(answer[-1])
+    return answer
+
+
 # Cached, because a client keeps its connections and its login.
 @lru_cache(maxsize=8)
 def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
@@ -352,6 +508,9 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
 
     Raises DataError if its package is missing, or is a version whose retries cannot be disabled.
     """
+    if scheme == "hf":
+        hub: AbstractFileSystem = load_optional(HUB + "file_system", "hf://")()
+        return hub
     # Imported here, because only shards in object stores need it.
     import fsspec
 
@@ -381,7 +540,7 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
             from aiobotocore.session import get_session
 
             session = get_session()
-            session.register("before-parse.s3", refuse_answer)
+            session.register("response-received.s3", refuse_answer)
             options["session"] = session
         filesystem = fsspec.filesystem(PROTOCOLS[scheme], **options)
     except ImportError:
@@ -394,10 +553,11 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
             filesystem.retries = min(filesystem.retries, 1)  # s3fs's own retries, around those of botocore
         elif scheme == "gs":
             asked_once = type(filesystem)._request.__wrapped__  # without gcsfs's six attempts in 35 s
-            filesystem._request = partial(asked_once, filesystem)
+            filesystem._request = partial(ask_google, asked_once, filesystem)
         else:
             policy = filesystem.service_client._config.retry_policy
             policy.total_retries = min(policy.total_retries, 0)  # Azure's retries take 83 s
+            policy.send = partial(ask_azure, policy.send)
     except AttributeError as error:
         raise DataError(
             f"{scheme}://: cannot disable the retries of {package} {version(package)} ({error}); "
@@ -410,24 +570,36 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
 
 
 @contextmanager
-def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.client.HTTPResponse]:
-    """Context manager that yields the response to a range request; raises the same error types as the other schemes."""
+def request_https(
+    url: str, timeout_s: float, byte_range: str, authorization: str = ""
+) -> Iterator[http.client.HTTPResponse]:
+    """Context manager that yields the response to a range request; raises the same error types as the other schemes.
+
+    `authorization` is sent only to the host of the URL.
+    """
     # An opener for https only, also after redirects, and only for public addresses. `build_opener` would add handlers
     # for file:, ftp: and data:.
     opener = urllib.request.OpenerDirector()
     opener.add_handler(PublicHandler())
-    opener.add_handler(urllib.request.HTTPRedirectHandler())
+    opener.add_handler(SameHostHandler())
     opener.add_handler(urllib.request.HTTPErrorProcessor())
     opener.add_handler(urllib.request.HTTPDefaultErrorHandler())
     opener.add_handler(urllib.request.UnknownHandler())
     # Encode spaces and non-ASCII characters; an already encoded address stays unchanged.
     address = quote(url, safe="!#$%&'()*+,/:;=?@[]~")
     request = urllib.request.Request(address, headers={"Range": byte_range})
+    if authorization:
+        request.add_unredirected_header("Authorization", authorization)
     try:
         with opener.open(request, timeout=timeout_s) as answer:
             yield answer
     except urllib.error.HTTPError as error:
         # Raise the same types as the other schemes.
+        pause_s = pause_in(error.headers) if error.code in THROTTLING else None
+        if pause_s is not None:
+            raise Throttled(pause_s) from None
+        if error.headers.get("X-Error-Code") in DENIALS:
+            raise Denied(error.headers["X-Error-Code"]) from None
         kind: type[OSError] = OSError
         if error.code in (404, 410):
             kind = FileNotFoundError
@@ -441,6 +613,18 @@ def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.
         if isinstance(error.reason, OSError):
             raise error.reason from None
         raise OSError("URLError") from None
+
+
+class SameHostHandler(urllib.request.HTTPRedirectHandler):
+    """Follows redirects; only a redirect within a host keeps the Authorization header."""
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        """Return the request that follows a redirect."""
+        redirected = super().redirect_request(req, fp, code, msg, headers, newurl)
+        authorization = req.get_header("Authorization")
+        if redirected is not None and authorization and redirected.host == req.host:
+            redirected.add_unredirected_header("Authorization", authorization)
+        return redirected
 
 
 class PublicConnection(http.client.HTTPSConnection):

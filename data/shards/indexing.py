@@ -23,27 +23,29 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import file_digest, sha256
+from io import BufferedRandom, BufferedReader
 from pathlib import Path
 from shlex import quote
 from urllib.parse import urlsplit
 
 from braceexpand import braceexpand
 
-from data.checks import check_file_name, check_name, printable, redacted
+from data.checks import check_file_name, check_name, check_sha256, printable, redacted
 from data.errors import DataError
 from data.images.decode import MAX_BYTES, BadImage, decode, read_header
 from data.index.document import SUFFIX, image_folders, load_index
 from data.index.index import Index, Refusals
 from data.index.names import LABEL_REASONS, MAX_CLASSES, PAIRS, Names, NoLabel, are_pairs, ids_of, parse_labels, preview
-from data.index.shard import SampleRow, table_path, write_table
+from data.index.shard import SampleRow, Shard, table_path, write_table
 from data.index.tar import DOTTED, Walk, check_nothing_excluded, mapped, walk
+from data.optional import load_optional
 from data.remote.cache import Cache
 from data.remote.config import CacheConfig
-from data.remote.urls import check_url, list_tars, size_of
+from data.remote.urls import HUB, RemoteFile, check_url, list_tars, size_of
 from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import Progress, in_parallel, set_on_error
 from data.walk import matching
@@ -56,10 +58,14 @@ PACKING_SETTING = r"\d+ \d+ (True|False)"  # the setting in a packing's journal,
 
 @dataclass(frozen=True)
 class TarList:
-    """Tars that form one set: their common folder or URL, and {name below it: size in bytes}."""
+    """Tars that form one set: their common folder or URL, and {name below it: size in bytes}.
+
+    `digests` are the sha256 that a store reports: {name: sha256}.
+    """
 
     directory: str
     sizes: dict[str, int]
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 def build_index(
@@ -74,17 +80,19 @@ def build_index(
     report: Progress | None = None,
     cache: CacheConfig | None = None,
     unlabelled: bool = False,
+    keep: bool = False,
 ) -> Index:
     """Index existing tars, given as a folder, a list of paths, or URLs; a killed call resumes when repeated.
 
     A URL names one tar, several with `{000..999}` or (except for https) `*`, or a folder; each tar is downloaded,
-    examined and deleted. The JSON and the tables are written to `output` (default for local tars: their folder) as
-    `<name>.index.json` (default: the folder's name). `at` is the URL from which training will read the shards, if it
-    differs. `names` are class names in the order of their ids, used to read labels given as names. By default,
-    they come from an existing index of the same tars; otherwise, if no label is an id, the sorted label texts become
-    the names. Labels of an `unlabelled` set are ignored. `report` gets the number of finished shards and the total.
-    `cache` sets where tars are kept during indexing, and how downloads are retried. Raises DataError listing every
-    unusable tar and every label ≥ `classes`, StorageError if the storage does not respond.
+    examined and deleted. With `keep`, tars whose sha256 the store reports stay in the cache, for training on this
+    machine, if the disk has room. The JSON and the tables are written to `output` (default for local tars: their
+    folder) as `<name>.index.json` (default: the folder's name). `at` is the URL from which training will read the
+    shards, if it differs. `names` are class names in the order of their ids, used to read labels given as names. By
+    default, they come from an existing index of the same tars; otherwise, if no label is an id, the sorted label texts
+    become the names. Labels of an `unlabelled` set are ignored. `report` gets the number of finished shards and the
+    total. `cache` sets where tars are kept during indexing, and how downloads are retried. Raises DataError listing
+    every unusable tar and every label ≥ `classes`, StorageError if the storage does not respond.
     """
     # Tars must be all local or all remote.
     sources = list(map(str, source)) if isinstance(source, list) else [str(source)]
@@ -97,6 +105,9 @@ def build_index(
 
     stopped = threading.Event()
     fetcher = Cache(cache or CacheConfig(), stopped.is_set)
+    if urls:
+        assert output is not None, "checked above"
+        urls = [pinned(url, Path(output), fetcher) for url in urls]
     tars = remote_tars(urls, fetcher, workers, stopped) if urls else local_tars(source)
     name = name or Path(tars.directory).name
     check_name(name, "a set", "give its name: --name train")
@@ -135,7 +146,8 @@ def build_index(
         for tar, size in tars.sizes.items():
             if not journal.has(tar, size):
                 tar_cache = fetcher if urls else None
-                job = IndexJob(tar_cache, tars.directory, tar, folder, classes, names, size, unlabelled)
+                digest = tars.digests.get(tar, "") if keep else ""
+                job = IndexJob(tar_cache, tars.directory, tar, folder, classes, names, size, unlabelled, digest)
                 jobs.append(partial(index_shard, job))
         # Local tars keep the processor busy; remote ones mostly wait for the network, for which threads suffice.
         with (
@@ -171,16 +183,22 @@ class IndexJob:
     names: Names
     bytes: int
     unlabelled: bool
+    sha256: str  # of a tar that stays in the cache; empty for others
+
+    def opened(self) -> AbstractContextManager[BufferedReader | BufferedRandom]:
+        """Return the tar as a file of this machine, downloaded if it is remote. Raises DataError, StorageError."""
+        place = f"{self.directory}/{self.name}"
+        if self.cache is None:
+            return open(place, "rb")
+        if self.sha256 and self.cache.has_disk_for(self.bytes):
+            return self.cache.opened(place, Shard(self.name, 0, self.bytes, self.sha256))
+        return self.cache.temporary_copy(place, self.bytes)
 
 
 def index_shard(job: IndexJob) -> Record | str:
     """Write a shard's table; return its record, or an error message."""
-    place = f"{job.directory}/{job.name}"
     try:
-        with (
-            job.cache.temporary_copy(place, job.bytes) if job.cache else open(place, "rb") as file,
-            mapped(file) as tar,
-        ):
+        with job.opened() as file, mapped(file) as tar:
             result = walk(tar, job.name)
             table = result.table(tar)
             texts = Refusals()
@@ -378,26 +396,27 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
     Each URL names one tar, several with `{000..999}` or `*`, or a folder. `stopped` is set on errors, to end retries.
     """
     timeout_s = cache.cfg.timeout_s
-    sizes: dict[str, int] = {}  # URL → size in bytes
+    files: dict[str, RemoteFile] = {}  # by URL
     named: list[str] = []  # individually named tars
     for pattern in urls:
         for url in braceexpand(pattern, escape=False):
             check_kept(url)
-            if url.endswith(".tar") and "*" not in url:
+            # The Hub's client keeps its listing of a folder, so that named tars need no request each.
+            if url.endswith(".tar") and "*" not in url and not url.startswith("hf:"):
                 named.append(url)
             else:
-                sizes.update(cache.patiently(url, partial(list_tars, url, timeout_s)))
+                files.update(cache.patiently(url, partial(list_tars, url, timeout_s)))
     # Requesting a size is one short request that mostly waits, so use more threads.
     with ThreadPoolExecutor(4 * workers) as pool, set_on_error(stopped):
         requests = {url: pool.submit(cache.patiently, url, partial(size_of, url, timeout_s)) for url in named}
         for url, request in requests.items():
-            sizes[url] = request.result()
-    if not sizes:
+            files[url] = RemoteFile(request.result())
+    if not files:
         raise DataError(f"{', '.join(urls)}: no *.tar found")
 
     # Find the longest common folder. Compare whole components: `…/train-0` is not a folder.
     shared: list[str] = []  # scheme, empty string, bucket or host, folders
-    for parts in zip(*(url.split("/")[:-1] for url in sizes), strict=False):
+    for parts in zip(*(url.split("/")[:-1] for url in files), strict=False):
         if len(set(parts)) > 1:
             break
         shared.append(parts[0])
@@ -406,7 +425,21 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
         raise DataError("shards of several buckets or hosts need one index each; data.mixture trains on them together")
 
     tars = TarList("/".join(shared), {})
-    for url, tar_bytes in sizes.items():
+    for url, file in files.items():
         name = check_file_name(url.removeprefix(tars.directory + "/"), redacted(tars.directory))
-        tars.sizes[name] = tar_bytes
+        tars.sizes[name] = file.size
+        if file.sha256:
+            tars.digests[name] = check_sha256(file.sha256, redacted(url))
     return tars
+
+
+def pinned(url: str, folder: Path, cache: Cache) -> str:
+    """Return a URL whose files do not change: for `hf://`, with the commit of its revision; others are unchanged.
+
+    The commit is requested once, and recorded in a folder. Raises DataError, StorageError.
+    """
+    if not url.startswith("hf:"):
+        return url
+    pin = load_optional(HUB + "pin", "hf://")
+    result: str = pin(url, folder, cache.patiently, cache.cfg.timeout_s)
+    return result

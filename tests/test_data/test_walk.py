@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data.walk import HIDDEN, LOOP, NO_FILE, SYSTEM_FOLDERS, class_folders_in, files_below, matching
+from data.walk import HIDDEN, LOOP, NO_FILE, READ_BEFORE, SYSTEM_FOLDERS, class_folders_in, files_below, matching
 
 pytestmark = pytest.mark.quick
 
@@ -55,6 +55,46 @@ def test_two_links_that_lead_into_each_other_end(tmp_path: Path) -> None:
     files, skipped = below(root)
     assert files == ["a/1.jpg", "a/to_b/2.jpg", "b/2.jpg", "b/to_a/1.jpg"]
     assert skipped == {LOOP: 2}
+
+
+@pytest.mark.parametrize("count", [8, 45])
+def test_folders_that_all_link_to_each_other_are_read_a_few_times_each(tmp_path: Path, count: int) -> None:
+    """Even 8 such folders have 109,600 paths; with more than 40, the longest have too many links for the system."""
+    root = tmp_path / "set"
+    names = [f"{number:02d}" for number in range(count)]
+    tree(root, *(f"{name}/{name}.jpg" for name in names))
+    for name in names:
+        for other in names:
+            if other != name:
+                (root / name / f"to-{other}").symlink_to(f"../{other}")
+    files, skipped = below(root)
+    for name in names:
+        direct = {f"{name}/to-{other}/{other}.jpg" for other in names if other != name}
+        assert {*direct, f"{name}/{name}.jpg"} <= set(files)
+    # Once by its own name, once through each link in a real folder, and at most once through links in linked folders.
+    assert len(files) <= count * (1 + (count - 1) + 1)
+    assert skipped[READ_BEFORE] > 0
+    # The walk of a single class, as for packing.
+    files, _ = below(root / names[0])
+    assert {path.rpartition("/")[2] for path in files} == {f"{name}.jpg" for name in names}
+    assert len(files) < 2 * count
+
+
+def test_a_link_to_itself_is_a_broken_link(tmp_path: Path) -> None:
+    tree(tmp_path, "cat/1.jpg")
+    (tmp_path / "cat/2.jpg").symlink_to("2.jpg")
+    files, skipped = below(tmp_path)
+    assert files == ["cat/1.jpg"]
+    assert skipped == {NO_FILE: 1}
+
+
+def test_a_folder_linked_twice_outside_of_linked_folders_is_read_twice(tmp_path: Path) -> None:
+    tree(tmp_path, "store/deep/1.jpg", "set/cat/2.jpg", "set/dog/3.jpg")
+    for name in ("cat/more", "cat/again", "dog/more"):
+        (tmp_path / "set" / name).symlink_to("../../store")
+    files, skipped = below(tmp_path / "set")
+    assert files == ["cat/2.jpg", "cat/again/deep/1.jpg", "cat/more/deep/1.jpg", "dog/3.jpg", "dog/more/deep/1.jpg"]
+    assert not skipped
 
 
 @pytest.mark.parametrize("name", sorted(SYSTEM_FOLDERS))

@@ -80,6 +80,21 @@ def test_classification_starts_from_the_vit_inside_a_masked_model() -> None:
         trained_model(TrainConfig(steps=1, objective="masked", model={"name": "mu/8", "image_size": 32, "classes": 1}))
 
 
+def test_masked_prediction_starts_from_the_blocks_of_a_classifier() -> None:
+    source = models.config_of("mu/8", 32, 10, registers=2, layer_scale=0.1, head_bias=-10.0, representation=12)
+    trained = trained_model(TrainConfig(steps=1, objective="masked", model={"target": "pixels"}), source)
+    assert trained == models.config_of("Masked-mu/8", 32, 0, registers=2, layer_scale=0.1, target="pixels")
+    named = {"name": "Masked-mu/8", "image_size": 48, "registers": 2, "layer_scale": 0.1}
+    larger = trained_model(TrainConfig(steps=1, objective="masked", model=named), source)
+    assert larger == models.config_of("Masked-mu/8", 48, 0, registers=2, layer_scale=0.1)
+    with pytest.raises(ConfigError, match=r"registers: 2 -> 0; layer_scale: 0\.1 -> None\n  remove these keys"):
+        trained_model(TrainConfig(steps=1, objective="masked", model={"name": "Masked-mu/8", "image_size": 32}), source)
+    with pytest.raises(
+        ConfigError, match=r"init: masked prediction cannot start from these weights: models of family bit"
+    ):
+        trained_model(TrainConfig(steps=1, objective="masked"), models.config_of("BiT-R50x1", 32, 5))
+
+
 @pytest.mark.parametrize("name", ["mu/8", "Axial-mu/8", "R26+mu/32", "Masked-mu/8", "BiT-R50x1"])
 @pytest.mark.parametrize(
     ("options", "section", "bias"),

@@ -24,7 +24,7 @@ from jobs.extras.new.finetuning import FineTuning, image_size_of, settings_of
 from jobs.recipe.key import model_at
 from jobs.terminal import echo
 from models import ModelConfig, vit
-from models.masked import MaskedConfig
+from models.configs import MaskedConfig
 from pipeline.architecture import model_config
 from pipeline.config import build
 from pipeline.evaluation import any_weights

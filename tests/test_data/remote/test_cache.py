@@ -33,6 +33,7 @@ from data.shards.reader import ShardReader
 from jobs.__main__ import main
 from jobs.run.session import run_campaign
 from tests.support import campaigns
+from tests.support.certificates import certificate
 from tests.support.stores import store
 
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 1.0}
@@ -442,15 +443,19 @@ def test_progress_of_another_process_download_is_reported(tmp_path, monkeypatch)
 
     def sleep(seconds):
         looks.append(seconds)
-        if sizes[len(looks) - 1] is not None:
-            part.write_bytes(bytes(sizes[len(looks) - 1]))
+        size = sizes[len(looks) - 1]
+        if size is not None and not (part.exists() and part.stat().st_size == size):
+            part.write_bytes(bytes(size))
+        if len(looks) == 5:
+            other.keep_alive(part)  # the download waits as its store asks
 
     monkeypatch.setattr(cache_module, "time", SimpleNamespace(sleep=sleep))
+    other = Cache(CacheConfig(str(tmp_path)))
     cache = Cache(CacheConfig(str(tmp_path)), lambda: len(looks) == len(sizes))
     cache.progress = lambda: told.append(part.stat().st_size)
     with cache_module.locked(tmp_path / f"{shard.sha256}.lock"), pytest.raises(StorageError, match="another process"):
         cache.path("s3://b/x.tar", shard)
-    assert told == [0, 5, 9]
+    assert told == [0, 5, 5, 9]
 
 
 def test_a_missing_client_is_named_at_once(tmp_path, monkeypatch):
@@ -580,30 +585,6 @@ def test_https_is_read_and_indexed_and_a_redirect_to_a_private_address_is_refuse
         urls.read_range(f"{url}/away", 0, 10, 5.0)
     server.shutdown()
     server.server_close()
-
-
-def certificate(folder) -> str:
-    """Write a key and a self-signed certificate for localhost into one file."""
-    import datetime
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), True)
-        .sign(key, hashes.SHA256())
-    )
-    secret = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    (folder / "both.pem").write_bytes(secret + made.public_bytes(serialization.Encoding.PEM))
-    return str(folder / "both.pem")
 
 
 def test_urls_are_shown_without_their_secrets():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from data.bucket import Bucket
 from data.checks import redacted
 from data.error_pages import words_of
 from data.errors import DataError, StorageError
@@ -155,18 +156,71 @@ def test_an_error_page_instead_of_a_tar_is_quoted_at_once(
     assert len(s3.gets) == 1  # with retries, this would take a minute
 
 
-def test_a_page_of_html_instead_of_a_list_is_quoted_at_once(
-    s3: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+BROKEN_HTML = b"<html><body><h1>502 Bad Gateway</h1><hr></body></html>"  # no XML, as most pages of servers
+
+
+@pytest.mark.parametrize("page", [EXPIRED, SIGN_IN, QUOTA, BROKEN_HTML])
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_an_error_page_instead_of_a_list_is_quoted_at_once(
+    scheme: str, page: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = []
-    s3.fault_of_any = lambda method, path: asked.append(path) or SIGN_IN
-    for source in ("s3://images/set", "s3://images/set/*.tar"):
+    words = words_of(page)
+    assert words
+    urls.forget_credentials()
+    with store(scheme, {"set/a.tar": a_tar(tmp_path)}) as proxy:
+        asked: list[str] = []
+        # Azure's client first asks with HEAD whether the folder is an object; such an answer has no words.
+        is_missing = 404 if scheme == "az" else None
+        proxy.fault_of_any = lambda method, path: is_missing if method == "HEAD" else asked.append(path) or page
+        for source in (f"{scheme}://images/set", f"{scheme}://images/set/*.tar"):
+            asked.clear()
+            assert main(["index", source, "--output", str(tmp_path / "out")]) == 69
+            message = capsys.readouterr().err
+            assert f"{source}: instead of the expected response, the store sent an error page: {words}" in message
+            assert len(asked) == 1
+        # The files of a run are listed by another request.
         asked.clear()
-        assert main(["index", source, "--output", str(tmp_path / "out")]) == 69
-        assert f"{source}: instead of the expected response, the store sent an error page: {PAGES[SIGN_IN]}" in (
-            capsys.readouterr().err
-        )
+        with pytest.raises(StorageError, match=f"sent an error page: {words}"):
+            Bucket(f"{scheme}://images/run", tmp_path).list("stage")
         assert len(asked) == 1
+    urls.forget_credentials()
+
+
+def test_an_error_that_arrives_after_a_copy_has_begun_is_retried(tmp_path: Path) -> None:
+    """S3 answers 200 to the end of a large upload before it has joined the parts; the body may report an error."""
+    urls.forget_credentials()
+    with store("s3", {}) as proxy:
+        bucket = Bucket("s3://images/run", tmp_path)
+        bucket.retry.backoff_s = 0.01
+        ends: list[str] = []
+
+        def fault(method: str, path: str) -> bytes | None:
+            if method == "POST" and "uploadId=" in path:
+                ends.append(path)
+            is_first = method == "POST" and "uploadId=" in path and len(ends) == 1
+            return b"<Error><Code>InternalError</Code><Message>Try again.</Message></Error>" if is_first else None
+
+        proxy.fault_of_any = fault
+        (tmp_path / "large").write_bytes(bytes(12 << 20))
+        bucket.request(
+            "large",
+            lambda client, path: client.put_file(str(tmp_path / "large"), path, chunksize=5 << 20, max_concurrency=1),
+        )
+        assert len(ends) == 2
+        assert bucket.list() == {"large": 12 << 20}
+    urls.forget_credentials()
+
+
+@pytest.mark.parametrize("content", [EXPIRED, SIGN_IN, QUOTA])
+def test_an_object_of_a_run_may_have_the_content_of_an_error_page(content: bytes, tmp_path: Path) -> None:
+    for scheme in ("s3", "gs", "az"):
+        urls.forget_credentials()
+        with store(scheme, {}):
+            bucket = Bucket(f"{scheme}://images/run", tmp_path)
+            bucket.put("stage/status.json", content)
+            assert bucket.read("stage/status.json") == content
+            assert bucket.list("stage") == {"stage/status.json": len(content)}
+    urls.forget_credentials()
 
 
 def test_an_error_page_instead_of_a_known_shard_is_quoted_at_once_and_not_stored(s3: Proxy, tmp_path: Path) -> None:

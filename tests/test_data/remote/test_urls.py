@@ -8,7 +8,7 @@ import pytest
 
 from data.errors import DataError, StorageError
 from data.remote import urls
-from data.remote.urls import LONGEST_PAUSE_S, WARN_AT_ATTEMPT, Retry
+from data.remote.urls import LONGEST_PAUSE_S, WARN_AT_ATTEMPT, Retry, Throttled
 
 pytestmark = pytest.mark.quick
 
@@ -64,6 +64,54 @@ def test_requests_to_a_store_are_retried_after_doubling_pauses(attempts, failure
     waits = [later - earlier for earlier, later in pairwise(asked)]
     assert waits == pytest.approx(pauses)
     assert len(caplog.messages) == (failures > WARN_AT_ATTEMPT)
+
+
+def test_pauses_that_a_store_asks_for_are_kept_and_are_not_attempts(monkeypatch, caplog) -> None:
+    clock = Clock(monkeypatch)
+    asked: list[float] = []
+    waited: list[float] = []
+
+    def ask() -> str:
+        asked.append(clock.seconds)
+        if len(asked) <= 3:
+            raise Throttled(40.0)
+        return "answer"
+
+    retry = Retry(1, 0.5, waiting=lambda: waited.append(clock.seconds))
+    with caplog.at_level(logging.WARNING):
+        assert retry.patiently("hf://set", ask) == "answer"
+    # The draws are the longest possible here: a quarter of the pause.
+    assert [later - earlier for earlier, later in pairwise(asked)] == pytest.approx([50.0] * 3)
+    assert max(later - earlier for earlier, later in pairwise(waited)) < 0.11
+    assert caplog.messages == ["hf://set: the store limits the rate of requests; waiting 40 s, as it asks"]
+
+
+def test_store_that_only_asks_for_pauses_ends_the_request(monkeypatch) -> None:
+    clock = Clock(monkeypatch)
+
+    def ask() -> str:
+        raise Throttled(600.0)
+
+    with pytest.raises(StorageError, match=r"^hf://set: the store limits the rate .* 600 s after pauses of 3600 s"):
+        Retry(1, 0.5).patiently("hf://set", ask)
+    assert 3600 <= clock.seconds - 500 <= 3600 * 1.25 + 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "pause_s"),
+    [
+        ({"Retry-After": "120"}, 120.0),
+        ({"Retry-After": "Thu, 01 Jan 1970 00:08:50 GMT"}, 30.0),  # the clock shows 500 s
+        ({"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"}, 0.0),
+        ({"RateLimit": '"resolvers";r=0;t=55', "RateLimit-Policy": '"fixed window";"resolvers";q=5000;w=300'}, 55.0),
+        ({"RateLimit": '"resolvers";r=12;t=55'}, None),
+        ({"Retry-After": "soon"}, None),
+        ({}, None),
+    ],
+)
+def test_pause_is_read_from_the_headers(headers, pause_s, monkeypatch) -> None:
+    monkeypatch.setattr(urls, "time", SimpleNamespace(time=lambda: 500.0))
+    assert urls.pause_in(headers) == pause_s
 
 
 def test_stop_is_noticed_within_a_tenth_of_a_second(monkeypatch) -> None:

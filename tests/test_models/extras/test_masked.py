@@ -1,11 +1,15 @@
 """Masked patch prediction: the corrupted patches, the prediction targets, and the export of an ordinary ViT."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import models
-from models import masked
 from models.catalog import normalise
+from models.configs import MaskedConfig
+from models.extras import masked
+from tests.support.weights import random_model
 
 
 def build(target: str = "mean_color", image_size: int = 32, **config) -> torch.nn.Module:
@@ -133,6 +137,65 @@ def test_finetuning_takes_the_vit_out(tmp_path):
     }
     assert {name for name, *_ in report.new} == {"head.weight", "head.bias"}
     assert [name for name, *_ in report.resized] == ["positions.0.table"]
+
+
+SWITCHED = {
+    "plain": {},
+    "dinov2": {"layer_scale": 0.1, "registers": 2},
+    "dinov3": {"layer_scale": 0.1, "registers": 2, "rope": "dinov3", "positions": "none", "qkv_bias": "qv"},
+    "clip": {"pre_norm": True, "patch_bias": False, "activation": "quick_gelu"},
+    "swiglu": {"activation": "swiglu", "qk_norm": True},
+    "mean": {"pool": "gap", "class_slot": False},
+    "relative": {"positions": "relative"},
+}
+
+
+@pytest.mark.parametrize("switches", SWITCHED.values(), ids=SWITCHED)
+def test_masked_training_can_start_from_a_classifier(switches):
+    source = random_model("mu/8", 32, 5, **switches)
+    config = MaskedConfig.around(source.config)
+    state, report = models.transfer(source.state_dict(), source.config, config, generator=seeded(3))
+    assert {name for name, *_ in report.new} == {"corruption.token", "prediction.weight", "prediction.bias"}
+    assert {name for name, *_ in report.dropped} == {"head.weight", "head.bias"}
+    assert not report.resized
+    model = models.from_config(config)
+    model.load_state_dict(state)
+    images = torch.rand(2, 3, 32, 32, generator=seeded(0)) * 2 - 1
+    assert torch.equal(model.eval().features(images), source.features(images))
+    loss, _ = masked.objective(model.train(), images, seeded(1))
+    loss.backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+    # The seed determines the new parameters.
+    again, _ = models.transfer(source.state_dict(), source.config, config, generator=seeded(3))
+    assert all(torch.equal(state[name], again[name]) for name in state)
+    # And back: the classifier's own ViT.
+    restored, _ = models.transfer(state, config, replace(source.config, classes=7))
+    for name, tensor in source.state_dict().items():
+        assert name.startswith("head.") or torch.equal(restored[name], tensor), name
+
+
+def test_masked_training_drops_what_reads_the_tokens():
+    source = random_model("mu/8", 32, 5, pool="map", map_heads=1, map_mlp=48, representation=12)
+    target = replace(MaskedConfig.around(source.config), image_size=(48, 48))
+    assert (target.pool, target.classes, target.representation) == ("gap", 0, None)
+    state, report = models.transfer(source.state_dict(), source.config, target, generator=seeded(3))
+    assert {name.partition(".")[0] for name, *_ in report.dropped} == {"map_head", "pre_logits", "head"}
+    assert [name for name, *_ in report.resized] == ["positions.0.table"]
+    assert state["vit.positions.0.table"].shape[1] == 36
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (models.config_of("Axial-mu/8", 32, 5), "models of family axial have no sequence of patches"),
+        (models.config_of("BiT-R50x1", 32, 5), "models of family bit have no sequence of patches"),
+        (models.config_of("R26+mu/32", 64, 5), "its ResNet stem shows the pixels of a patch to the patches around it"),
+        (models.config_of("mu/8", 32, 5, pool="gap", last_norm="pooled"), "its last norm is that of the pooled vector"),
+    ],
+)
+def test_other_models_cannot_be_trained_by_masking(config, reason):
+    with pytest.raises(ValueError, match=f"masked prediction cannot start from these weights: {reason}"):
+        MaskedConfig.around(config)
 
 
 def test_masked_training_can_move_to_larger_images():
