@@ -310,7 +310,7 @@ def main(arguments: list[str] | None = None) -> int:
             return print_document(words, partial(execute, words), partial(explained, words=words))
         answer = execute(words)
         for line in answer.lines():
-            echo(line)
+            print(line) if answer.is_table else echo(line)
         return answer.code
     except typer.Exit as end:  # after --help
         return end.exit_code

@@ -18,6 +18,12 @@ Document: TypeAlias = Mapping[str, Any]
 Step: TypeAlias = dict[str, Any]  # what to do next after an error; see docs/schemas/error.1.json
 
 
+def report_lines(document: Document) -> list[str]:
+    """Return the lines of a document's report, for documents whose facts a person reads as a text."""
+    lines: list[str] = document["report"]
+    return lines
+
+
 @dataclass(frozen=True)
 class Answer:
     """A command's result: strings, numbers, booleans, lists and mappings, and the function that renders them.
@@ -30,6 +36,7 @@ class Answer:
     render: Callable[[Document], Iterable[str]] | None = None
     code: int = 0  # exit code
     version: int = 1  # version of the document's schema
+    is_table: bool = False  # the lines have tabs, and are printed unwrapped
 
     def content(self) -> Document:
         """Return the document."""

@@ -113,7 +113,7 @@ def plain(value: Any) -> Any:
     """Convert a document to JSON's types: paths become strings, and NaN and infinity null."""
     if isinstance(value, dict):
         return {str(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple | set | frozenset | Iterator):
         return [plain(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
