@@ -4,8 +4,9 @@ This module imports nothing from the project, so every package can use it. Only 
 raises ValueError, and its callers decide which exit code applies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any
 
 
@@ -33,6 +34,7 @@ class PatchlineError(Exception):
 
     exit_code: int | None = ExitCode.INTERNAL
     steps: Sequence[dict[str, Any]] = ()
+    details: Mapping[str, Any] = MappingProxyType({})  # other values of the JSON document, such as a list of checks
 
 
 class UsageError(PatchlineError):

@@ -153,7 +153,7 @@ def error_document(error: BaseException, message: str, words: Sequence[str]) -> 
         "what": what,
         "why": "\n".join(reasons),
         "next": unique,
-        **getattr(error, "document", {}),
+        **getattr(error, "details", {}),
     }
 
 

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from jobs.answer import Answer
 from jobs.commands.arguments import Debug
 
 
@@ -46,8 +47,8 @@ def new(
         typer.Option("--probe", help="With --init: fit a linear classifier to frozen features; train nothing else."),
     ] = False,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Inspect images, and write a recipe that trains on them."""
     from jobs.extras.new import new
 
-    new.new(images, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled, probe=probe)
+    return new.new(images, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled, probe=probe)

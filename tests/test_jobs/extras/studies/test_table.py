@@ -157,10 +157,9 @@ def test_a_key_changes_only_with_the_dependencies_of_the_run(protocol):
     assert more == before, "the way a run is computed must not change its key"
 
 
-def test_the_final_runs_get_the_best_value_and_keep_their_keys(protocol, capsys):
+def test_the_final_runs_get_the_best_value_and_keep_their_keys(protocol):
     before = load(protocol, [])
-    plan(before, Assumptions(), print)
-    planned = capsys.readouterr().out
+    planned = "\n".join(plan(before, Assumptions(), print)["report"])
     assert planned.count("optim.lr: the best of 0.01, 0.1 by accuracy, known after finetune.grid") == 2
     assert "2 runs in 2 rows by accuracy: chooses the highest mean; if equal, the first in the recipe" in planned
     assert "lr: the best of 0.01, 0.1 by accuracy, known after" in recipe_text.resolved(before)
@@ -179,8 +178,8 @@ def test_the_final_runs_get_the_best_value_and_keep_their_keys(protocol, capsys)
     assert asdict(with_values(before).stage("finetune.seed-1").config) == asdict(
         after.stage("finetune.seed-1").config
     ), "the command that made the table uses the same values as a later command"
-    plan(after, Assumptions(), print)
-    assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in capsys.readouterr().out
+    planned = "\n".join(plan(after, Assumptions(), print)["report"])
+    assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in planned
     assert records.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
 
     # If a new choice differs, runs with the old choice are not skipped silently.
