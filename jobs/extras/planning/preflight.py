@@ -86,13 +86,18 @@ def preflight(campaign: Campaign) -> Answer:
 
     # 3. Collect the checks, each with its remedy.
     checks = []
+    failed = ""
+    steps = []
     code = ExitCode.DONE  # exit code of the first FAIL
     for result in results:
         remedy = " ".join(result.remedy.split())
         checks.append({"level": result.level, "subject": result.subject, "text": result.text, "remedy": remedy})
-        if result.level == "FAIL" and code == ExitCode.DONE:
-            code = result.exit_code
-    return Answer({"checks": checks, "seconds": time.monotonic() - began}, check_lines, code)
+        if result.level == "FAIL":
+            failed = failed or result.text
+            code = code or result.exit_code
+            steps += [{"do": "read", "text": remedy}] if remedy else []
+    document = {"checks": checks, "seconds": time.monotonic() - began, "what": failed, "next": steps}
+    return Answer(document, check_lines, code)
 
 
 def check_lines(document: Document) -> Iterator[str]:

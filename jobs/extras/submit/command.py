@@ -1,5 +1,6 @@
 """`patchline submit|logs|stop|list`: run campaigns as jobs on a Ray cluster."""
 
+import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -81,7 +82,7 @@ def submit(
             if seen is not None and state == "held":
                 raise owned_error(storage, seen)
         job = submission.submit(run, command, environment=variables)
-    return follow(run) if wait else Answer({"job": job_record(job)})
+    return follow(run) if wait else Answer({"job": job_record(job), "next": []})
 
 
 def logs(run: Run, _debug: Debug = False) -> Answer:
@@ -104,9 +105,16 @@ def follow(run: str) -> Answer:
     from jobs.extras.submit import submission
 
     job = submission.logs(run)
-    document = {"job": job_record(job)}
     if job.status == "SUCCEEDED":
-        return Answer(document)
+        return Answer({"job": job_record(job), "next": []})
+    command = f"python -m jobs status {shlex.quote(run)}"
+    document = {
+        "what": f"job {job.id} ended: {job.status}, exit code {job.exit_code}",
+        "job": job_record(job),
+        "next": [
+            {"do": "run", "command": command, "text": f"for the run's progress and how to resume it, run {command}"}
+        ],
+    }
     # Ray records no exit code for a stopped job. Its driver has committed a checkpoint, as after exit code 75.
     if job.status == "STOPPED":
         return Answer(document, code=ExitCode.PREEMPTED)

@@ -6,6 +6,7 @@ import pytest
 
 from data.errors import ClusterError
 from jobs.extras.submit.command import follow, job_name
+from jobs.extras.submit.submission import RayJob
 
 pytestmark = pytest.mark.quick
 
@@ -28,9 +29,11 @@ def test_job_ids_and_urls_are_unchanged():
     [("SUCCEEDED", 0, 0), ("STOPPED", None, 75), ("FAILED", 65, 65), ("FAILED", 78, 78)],
 )
 def test_following_a_job_returns_the_exit_code_of_the_run(status, exit_code, expected, monkeypatch):
-    job = SimpleNamespace(id="j1", status=status, exit_code=exit_code)
+    job = RayJob("j1", "/runs/a", status, 1.8e9, exit_code)
     monkeypatch.setattr("jobs.extras.submit.submission.logs", lambda run: job)
-    assert follow("/runs/a") == expected
+    answer = follow("/runs/a")
+    assert answer.code == expected
+    assert bool(answer.content()["next"]) == bool(expected), "a script learns what to do"
 
 
 @pytest.mark.parametrize("exit_code", [None, -9, 128 + 9, 128 + 15])
