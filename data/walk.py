@@ -12,10 +12,12 @@ classes.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -130,3 +132,24 @@ def _count_skipped(folder: Path, skipped: Counter[str]) -> None:
     for _, _, names in os.walk(folder):
         if names:
             skipped[kind] += len(names)
+
+
+def near_path(path: str) -> str:
+    """Return "; did you mean 'photos/cat'?" if a file or folder with a similar name exists; otherwise ""."""
+    missing = Path(path)
+    rest: list[str] = []
+    while not missing.parent.exists():
+        rest.insert(0, missing.name)
+        missing = missing.parent
+    names = {}
+    with suppress(OSError):
+        for entry in missing.parent.glob("*"):
+            names[entry.name.lower()] = entry
+    close = difflib.get_close_matches(missing.name.lower(), names, n=1)
+    if not close:
+        return ""
+    near = names[close[0]]
+    # Append the rest of the path if that exists too.
+    if near.joinpath(*rest).exists():
+        near = near.joinpath(*rest)
+    return f"; did you mean {str(near)!r}?"

@@ -8,7 +8,6 @@
 The selected folder is reported on stderr. Nothing here imports torch.
 """
 
-import difflib
 import json
 import re
 import shlex
@@ -159,25 +158,15 @@ def no_run(path: Path) -> UsageError:
     return UsageError(f"{text}; there are no runs nearby\n  to start one, run python -m jobs run RECIPE")
 
 
-def near_path(path: str) -> str:
-    """Return "; did you mean 'photos/cat'?" if a file or folder with a similar name exists; otherwise ""."""
-    missing = Path(path)
-    rest: list[str] = []
-    while not missing.parent.exists():
-        rest.insert(0, missing.name)
-        missing = missing.parent
-    names = {}
-    with suppress(OSError):
-        for entry in missing.parent.glob("*"):
-            names[entry.name.lower()] = entry
-    close = difflib.get_close_matches(missing.name.lower(), names, n=1)
-    if not close:
-        return ""
-    near = names[close[0]]
-    # Append the rest of the path if that exists too.
-    if near.joinpath(*rest).exists():
-        near = near.joinpath(*rest)
-    return f"; did you mean {str(near)!r}?"
+def resume_command(run: Path) -> str:
+    """Return the last command on a run, which resumes it, or a general one if the last cannot be used again."""
+    command = "python -m jobs run RECIPE"
+    with suppress(OSError, ValueError, KeyError):
+        status = json.loads((run / "status.json").read_text())
+        # Do not suggest a refused command, or the command of a submitted job, whose recipe is only in its environment.
+        if status["exit_code"] not in (ExitCode.USAGE, ExitCode.CONFIG) and " env:" not in status["command"]:
+            command = status["command"]
+    return command
 
 
 def not_finished(stage: StageFolder) -> DataError:
@@ -187,13 +176,7 @@ def not_finished(stage: StageFolder) -> DataError:
     place = "has not reported a step yet"
     if last is not None:
         place = f"is at step {last['step']} of {last['steps']}"
-    command = "python -m jobs run RECIPE"
-    with suppress(OSError, ValueError, KeyError):
-        status = json.loads((run / "status.json").read_text())
-        # Do not suggest a refused command, or the command of a submitted job, whose recipe is only in its environment.
-        if status["exit_code"] not in (ExitCode.USAGE, ExitCode.CONFIG) and " env:" not in status["command"]:
-            command = status["command"]
-    text = f"{run / stage.name} has not finished: {stage.path.name} {place}\n  to resume it, run {command}"
+    text = f"{run / stage.name} has not finished: {stage.path.name} {place}\n  to resume it, run {resume_command(run)}"
     for checkpoint in committed(stage.path / CHECKPOINTS)[:1]:
         text += (
             f"\n  to use the weights of its newest checkpoint (step {step_of(checkpoint)}), run\n"

@@ -35,7 +35,7 @@ from data.files import error_text, locked, state_folder, write_atomically
 from data.index.index import Index, Origin, Refusals, digest_of
 from data.index.names import Names
 from data.index.shard import MappedShards, Shard, is_image, open_columns, write_columns
-from data.walk import class_folders_in, files_below
+from data.walk import class_folders_in, files_below, near_path
 
 SCHEMA = 1
 SUFFIX = ".index.json"
@@ -55,7 +55,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         is_large = path.stat().st_size >= LARGE
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
-            f"{path}: this index does not exist\n"
+            f"{path}: this index does not exist{near_path(str(path))}\n"
             "  expected a folder written by `python -m jobs index` or `python -m jobs pack`, or @stage/set"
         ) from None
     if not path.name.endswith(".json"):

@@ -14,7 +14,7 @@ from data.errors import ConfigError, DataError, UsageError
 from data.files import with_home
 from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug, stoppable
-from jobs.named_stages import find_set, near_path, stages_in
+from jobs.named_stages import find_set, stages_in
 from jobs.terminal import ProgressMeter, echo
 from pipeline.values import counted
 
@@ -120,7 +120,7 @@ def pack(
     """Pack images into shards with an index. To resume an interrupted command, run it again."""
     from data.shards.packing import pack
     from data.sources.numbering import Numbering
-    from data.walk import matching
+    from data.walk import matching, near_path
     from jobs.sets import SetConfig, check_apart, expected_samples, numbering_of, samples_of
     from pipeline import config
 

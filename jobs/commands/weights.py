@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from data.errors import DataError
-from jobs.named_stages import CHECKPOINTS, find_set, find_stage, near_path
+from data.walk import near_path
+from jobs.named_stages import CHECKPOINTS, find_set, find_stage
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
 
 AnyWeights = Annotated[

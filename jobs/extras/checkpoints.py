@@ -20,6 +20,7 @@ from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug
 from jobs.commands.checkpoints import SavedRun
 from jobs.commands.stored_runs import OpenedRun, opened
+from jobs.named_stages import resume_command
 from jobs.terminal import activity, echo
 from pipeline import artifacts
 from pipeline.architecture import preprocessing_of
@@ -119,7 +120,8 @@ def verify_all(path: SavedRun, step: Step = None, _debug: Debug = False) -> Answ
     if bad:
         # The error's document also lists the checkpoints.
         damaged = CheckpointError(
-            f"damaged checkpoints: {bad}\n  the next start skips them and loads the newest intact checkpoint"
+            f"damaged checkpoints: {bad}\n  the next start skips them and loads the newest intact checkpoint\n"
+            f"  to resume, run {resume_command(run.storage.local)}"
         )
         damaged.details = document
         raise damaged

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from data.errors import UsageError
 from data.index.shard import IMAGES
-from data.walk import files_below
-from jobs.named_stages import near_path
+from data.walk import files_below, near_path
 
 
 def check_images(paths: Sequence[str]) -> None:

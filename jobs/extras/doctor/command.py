@@ -48,7 +48,7 @@ def check(
         line += f"; {advice} {path} NEW-FOLDER"
         folder = f"{path.rstrip('/').removesuffix('.index.json')}-repaired"
         command = shlex.join(["python", "-m", "jobs", "data", "repair", path, folder])
-        steps.append({"do": "first", "command": command, "text": line, "writes": folder})
+        steps.append({"do": "first", "command": command, "text": line, "replaces": path, "writes": folder})
     document["report"].append(line)
     return Answer({**document, "what": line, "next": steps}, report_lines, ExitCode.DATA)
 

@@ -119,7 +119,7 @@ def leaks(
         words = ["subset", path, "--but", str(folder / DOCUMENT), "--output", clean]
         command = f"python -m jobs {shlex.join(words)}"
         report.append(f"to train without the leaks, run {command}")
-        steps.append({"do": "first", "command": command, "text": report[-1], "writes": clean})
+        steps.append({"do": "first", "command": command, "text": report[-1], "replaces": path, "writes": clean})
     document = {
         "leaks": str(folder / DOCUMENT),
         "page": str(folder / PAGE),

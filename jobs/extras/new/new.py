@@ -26,9 +26,9 @@ from data.extras.survey.survey import FoundSet, Sets, one_place, survey
 from data.files import write_atomically
 from data.index.names import preview
 from data.index.shard import IMAGES
-from data.walk import matching
+from data.walk import matching, near_path
 from jobs.answer import Answer
-from jobs.named_stages import find_stage, near_path
+from jobs.named_stages import find_stage
 from jobs.recipe.key import model_at
 from jobs.terminal import ProgressMeter, activity, as_typed, echo
 from pipeline.architecture import model_config
