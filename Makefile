@@ -4,7 +4,8 @@
 # make cluster-demo  the README's "Submit to a cluster" on three hosts of this machine, one of them killed; needs root
 # make check  style, types, the layout and the quick tests, within two minutes
 # make test   all tests but the long ones, two at a time; says at the end how long each area took
-# make soak   the long tests, make check-oldest, then an hour of faults; MINUTES=5 makes it shorter, SEED=7 repeats one
+# make soak   the long tests, make check-oldest, an hour of 48 readers on an emulated Hub, then an hour of faults;
+#             MINUTES=5 makes both shorter, SEED=7 repeats the faults
 # make check-oldest  the quick tests with Python 3.12 and torch 2.11, in .venv-oldest
 # make gpu    what only a GPU can show: its tests and benchmarks, one page that grows; DEVICE=cpu rehearses it
 # make gpu-bundle  .gpu/: what a GPU machine without network, Ray and DeepSpeed lacks to run `make gpu`
@@ -80,6 +81,7 @@ test: env
 soak: env
 	$(BIN)/python -m pytest -m slow
 	$(MAKE) check-oldest
+	$(BIN)/python -m tests.support.hub_soak --minutes $(MINUTES)
 	$(BIN)/python -m tests.support.cluster_soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # If torch sees no GPU it is rehearsed on the CPU, with tiny models, in minutes.

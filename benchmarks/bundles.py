@@ -50,7 +50,7 @@ class Answerer:
         """Respond like an agent with eight workers."""
         time.sleep(wait_s)
         place = PhaseReport(812, "reduce", 1200, "")
-        return NodeReport(1, [WorkerState(rank, 4711, place=place) for rank in range(8)])
+        return NodeReport(1, [WorkerState(rank, 4711, phase=place) for rank in range(8)])
 
 
 def heartbeat_cpu_ms(actors: list[Any], nodes: int) -> float:

@@ -29,7 +29,9 @@ from data.index.shard import Shard
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.evaluation.features import FeatureStore, collect
-from pipeline.evaluation.probes import Inputs, NeighboursConfig, knn
+from pipeline.evaluation.probes import Inputs
+from pipeline.evaluation.protocols import NeighboursConfig
+from pipeline.extras.probes import knn
 from pipeline.process_group import join_group
 
 BATCH = 64

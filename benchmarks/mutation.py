@@ -50,7 +50,7 @@ PRELOADED = (
 # Tests that run modules in separate processes, which coverage does not see; prefixes of names.
 RUNS = "tests/test_checkpoint_runs.py::test_"
 ENGINE = "tests/test_pipeline/engine/test_engine.py"
-TWIN = "tests/test_pipeline/test_twin.py"
+TWIN = "tests/test_twin.py"
 SHORT = ("tests/test_short_ways.py", "tests/test_pipeline/test_train.py")
 STOPS = (
     f"{RUNS}a_stop_",

@@ -117,7 +117,7 @@ def report_of(node: int, entered: int) -> bytes:
     for rank in range(node * WORKERS_OF_A_NODE, (node + 1) * WORKERS_OF_A_NODE):
         record: WorkerRecord = {"rank": rank, "node": f"n{node}", "node_id": "f" * 56, "pid": 4711, "started": 1.7e9}
         place = PhaseReport(entered, phase, entered // 4, "train-000017.tar")
-        workers.append(WorkerState(rank, pid=4711, record=record, place=place))
+        workers.append(WorkerState(rank, pid=4711, record=record, phase=place))
     return pickle.dumps(NodeReport(entered, workers))
 
 
@@ -141,7 +141,7 @@ def measure_look(folder: Path) -> None:
 
         def look(group: WorkerGroup = group, watch: Watch = watch) -> None:
             group.poll(0.0)
-            watch.find_stall(group.places(), group.is_frozen)
+            watch.find_stall(group.phases(), group.is_frozen)
             watch.slow()
 
         times = []

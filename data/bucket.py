@@ -79,10 +79,10 @@ class Bucket:
     def request(self, name: str, question: Callable[[Any, str], Answer]) -> Answer:
         """Return the result of `question(client, path)`, with retries.
 
-        Raises FileNotFoundError, DataError and StorageError, as `Retry.patiently` does.
+        Raises FileNotFoundError, DataError and StorageError, as `Retry.with_retries` does.
         """
         path = f"{self.path}/{name}".rstrip("/")
-        return self.retry.patiently(self.address(name), lambda: question(client(self.scheme, TIMEOUT_S), path))
+        return self.retry.with_retries(self.address(name), lambda: question(client(self.scheme, TIMEOUT_S), path))
 
     # ------------------------------------------------------------------------ small files
 
@@ -196,7 +196,7 @@ class Bucket:
     def read_range(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes start … stop−1 of an object, or fewer if the response ends early."""
         ask = partial(read_range, f"{self.url}/{name}", start, stop, TIMEOUT_S)
-        return self.retry.patiently(self.address(name), ask)
+        return self.retry.with_retries(self.address(name), ask)
 
     def upload(self, name: str) -> None:
         if (self.local / name).exists():
@@ -277,7 +277,7 @@ class Bucket:
                 names.append(f".tmp-{name.removeprefix('step-')}")
         return sorted(names, reverse=True)
 
-    def fetch_set(self, folder: str, name: str, check: Callable[[Path], object], *, anew: bool = False) -> Path:
+    def fetch_set(self, folder: str, name: str, check: Callable[[Path], object], *, recheck: bool = False) -> Path:
         local = self.local / folder
         local.mkdir(parents=True, exist_ok=True)
 
@@ -289,7 +289,7 @@ class Bucket:
         with locked(local / FETCHING):
             # The store holds everything that matters: delete local copies of other sets, and remains of saves.
             for path in local.iterdir():
-                if path.is_dir() and (path.name != name or anew):
+                if path.is_dir() and (path.name != name or recheck):
                     shutil.rmtree(path, ignore_errors=True)
                 elif path.is_file() and path.name != FETCHING:
                     path.unlink(missing_ok=True)

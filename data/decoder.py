@@ -41,7 +41,7 @@ from functools import partial
 from mmap import mmap
 from multiprocessing.connection import Connection
 from socket import socketpair
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import NamedTuple
 from weakref import finalize
 
@@ -61,10 +61,9 @@ from data.shards.reader import ShardReader, read_labels
 # b: samples per micro-batch, L: maximum number of labels per sample, S: side of an image
 
 MAX_REPLACEMENTS = 100  # consecutive bad samples after which a data set counts as unusable
-MOST_PIXELS = 1 << 22  # maximum size of an image that the GPU decodes: 12 MB after decoding
+MAX_PIXELS = 1 << 22  # maximum size of an image that the GPU decodes: 12 MB after decoding
 SEED_DOMAIN = 1  # keeps augmentation's random numbers separate from the order's
 RESTARTS = 3  # restarts of a decoding process for a single micro-batch
-MEASURED = 128  # images decoded to measure the decoding speed
 PAGE = 4096  # bytes of a memory page; every micro-batch begins on a new page
 
 
@@ -159,7 +158,7 @@ class Decoder:
         self.encoded: list[Encoded] = []
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state to pickle for another process, without the shard sizes, which the index contains."""
+        """Return the state to pickle, without the order's shard sizes: the receiver gets them from the index."""
         # Shard sizes of a large set are mapped memory that all processes share; pickling would copy them.
         return self.__dict__ | {"order": self.order.without_sizes()}
 
@@ -228,7 +227,7 @@ class Decoder:
                 # here; large ones would take too much GPU memory.
                 header = read_header(encoded)
                 is_usual = header.kind == "jpeg" and header.channels == 3
-                is_small = header.height * header.width <= MOST_PIXELS and len(encoded) <= image.nbytes
+                is_small = header.height * header.width <= MAX_PIXELS and len(encoded) <= image.nbytes
                 is_left_encoded = is_usual and is_small
             if is_left_encoded:
                 image.reshape(-1)[: len(encoded)] = np.frombuffer(encoded, np.uint8)
@@ -245,34 +244,10 @@ class Decoder:
         return None
 
 
-def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float | None:
-    """Measure how many images of the first non-empty shard one core decodes per second; None if reading fails."""
-    filled_shards = np.flatnonzero(index.shard_samples)
-    if len(filled_shards) == 0:
-        return None
-    shard = int(filled_shards[0])
-    images = min(MEASURED, index.shards[shard].samples)
-    # Used by `plan`, which must not wait for a whole shard to be hashed.
-    reader = ShardReader(index, verify=False)
-    out = np.empty((image_size, image_size, 3), np.uint8)
-    try:
-        # Round 1 decodes the first image as a warm-up; the clock restarts for round 2.
-        for images_of_round in (1, images):
-            start = process_time()
-            for sample in range(images_of_round):
-                # Bad images cost time in training too, so they count.
-                with suppress(BadImage):
-                    _, encoded, _ = reader.read(shard, sample)
-                    augment(encoded, image_size, Draws(sample), cfg, out)
-    except (DataError, OSError):
-        return None
-    return images / max(process_time() - start, 1e-9)
-
-
 # ----------------------------------------------------------------------------- the process
 
 
-def send_sign_of_life(connection: Connection) -> None:
+def send_heartbeat(connection: Connection) -> None:
     """Send a heartbeat to the loader, unless the pipe is full: a send that blocks would keep a shard locked."""
     _, writable, _ = select.select([], [connection], [], 0)
     if writable:
@@ -295,7 +270,7 @@ def main(connection: Connection, memory: mmap) -> None:
         return
     # A download may take longer than `timeout_s`. Heartbeats prevent the loader from restarting this process.
     if decoder.index.remote:
-        decoder.reader.cache.progress = partial(send_sign_of_life, connection)
+        decoder.reader.cache.progress = partial(send_heartbeat, connection)
     try:
         while True:
             task, offset = connection.recv()

@@ -112,9 +112,9 @@ def stratified(rows: np.ndarray, labels: np.ndarray, seed: int) -> np.ndarray:
 def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
     """Return the training rows of a few-shot split: the first `shots` rows of a permutation of each class.
 
-    The classes follow in order. A class with fewer rows contributes all of them. The rows for a larger `shots` include
-    those for a smaller value. The rows equal those of big_vision's evaluators/fewshot_lsr.py. Rows with negative labels
-    are never picked.
+    The rows are ordered by class. A class with fewer rows contributes all of them. The rows for a larger `shots`
+    include those for a smaller value. The rows equal those of big_vision's evaluators/fewshot_lsr.py. Rows with
+    negative labels are never picked.
     """
     # One generator for all classes, as in the original; visiting the classes in another order would pick other rows.
     rng = np.random.default_rng(seed)

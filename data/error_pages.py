@@ -15,7 +15,7 @@ import re
 from data.checks import printable
 
 LONGEST = 1 << 18  # bytes; error pages are shorter
-MOST_SHOWN = 200  # maximum number of characters of the page's text in a message
+MAX_SHOWN = 200  # maximum number of characters of the page's text in a message
 STARTS = (b"<?xml", b"<error", b"<!doctype html", b"<html", b"<head", b"<body", b"<listbucketresult")
 # The start of a page that is an error, unlike the XML in which a store lists its objects.
 ERROR = re.compile(rb"\s*(<\?xml[^>]*>\s*)?<(error|html|!doctype html)\b|\s*\{", re.IGNORECASE)
@@ -33,7 +33,7 @@ def words_of(content: bytes) -> str:
         words = words_of_markup(content.decode("utf-8", "replace"))
     elif start.startswith(b"{"):
         words = words_of_json(content)
-    return printable(words)[:MOST_SHOWN]
+    return printable(words)[:MAX_SHOWN]
 
 
 def words_of_markup(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Iterate over every sample of a set exactly once, deterministically, split between all workers.
+"""Iterate over every sample of a data set exactly once, deterministically, split between all workers.
 
 1. Number the samples shard after shard and cut them into batches, independently of the number of workers. A sample
    therefore has the same neighbours in its batch, and bitwise equal outputs, at any world size. Each worker owns
@@ -53,7 +53,7 @@ class LoadedSample:
 
 
 class EvaluationSet:
-    """Iterate over this worker's part of a set; every worker yields the same number of batches.
+    """An iterable over batches of this worker's part of a data set; all workers yield the same number of batches.
 
     Raises ValueError if `ops` produce images of different sizes, and all errors of `ShardReader.read`.
     """
@@ -109,7 +109,7 @@ class EvaluationSet:
                 yield self.collate(futures)
 
     def place(self, row: int) -> tuple[int, int]:
-        """Return the shard number, and the number within that shard, of sample `row` of the set."""
+        """Return the shard number of sample `row` of the data set, and the sample's number within that shard."""
         shard = int(np.searchsorted(self.index.starts, row, side="right")) - 1
         return shard, row - int(self.index.starts[shard])
 

@@ -189,37 +189,6 @@ def atomic_file(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
-@contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """Context manager that yields a temporary folder to fill; on success its files appear in the new folder `path`.
-
-    `path` must not exist yet, or be an empty folder. If the block raises, the temporary folder is removed and `path` is
-    unchanged, so that the same command can run again. The files must be flushed by their writer.
-    """
-    final = path.resolve()
-    # An existing folder may be a mount point, which cannot be replaced: its files are renamed one by one.
-    is_new = not final.exists()
-    temporary = temporary_name(final if is_new else final / "new")
-    try:
-        temporary.mkdir(parents=True)
-        try:
-            yield temporary
-        except OSError as error:
-            if isinstance(error.filename, str | Path):
-                error.filename = str(error.filename).replace(str(temporary), str(path))
-            raise
-        if is_new:
-            rename(temporary, final)
-        else:
-            for file in sorted(temporary.iterdir(), key=lambda file: file.stat().st_mtime_ns):
-                rename(file, final / file.name)
-            temporary.rmdir()
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync(final.parent if is_new else final)
-
-
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace the content of the file at `path`; readers see the old or the new file, never a mixture."""
     encoded = content.encode() if isinstance(content, str) else content
@@ -327,7 +296,7 @@ def refuse_planted(path: Path, remedy: str) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on the file at `path`; the kernel releases it when the process ends for any reason.
 
-    Raises StorageError if the file system has no locks, or if the path is a link or a pipe.
+    Raises StorageError if the file system does not support locks, or if the path is a link or a pipe.
     """
     with open(path, "a", opener=open_regular) as file:
         take_lock(file.fileno(), path, wait=True)
@@ -335,7 +304,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def take_lock(handle: int, path: Path, *, wait: bool) -> bool:
-    """Lock an open file until it is closed; return False if another process holds it and `wait` is False."""
+    """Lock an open file until it is closed; return False if `wait` is False and another process holds the lock."""
     # flock, because a POSIX lock is lost as soon as this process closes any other handle of the same file.
     operation = fcntl.LOCK_EX
     if not wait:
@@ -446,7 +415,7 @@ def error_text(error: OSError) -> str:
 
 
 def room_text(error: OSError, path: Path) -> str:
-    """Describe what is exhausted on the disk of a path: bytes, inodes, a quota, or the file-size limit."""
+    """Describe the exhausted resource on the disk of a path: bytes, inodes, a quota, or the file-size limit."""
     free = f"{size_text(free_bytes(path))} free"
     if error.errno == errno.EDQUOT:
         return f"{free} on the disk, but this user's quota of bytes or files is used up"
@@ -538,7 +507,7 @@ def room_remedy(error: OSError) -> str:
 
 
 def existing_folder(path: Path) -> Path:
-    """Return the nearest existing folder at or above a path."""
+    """Return the nearest existing folder among the path itself and its parents."""
     folder = path.absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent

@@ -76,7 +76,7 @@ class Batch:
 
 
 class TrainLoader:
-    """Iterate over the micro-batches of this worker's `slots` of every global batch, beginning with `start_step`.
+    """An iterable over the micro-batches of this worker's `slots` in every global batch, starting at `start_step`.
 
     The pixels depend only on index, order, image size, augmentation and seed; they do not depend on the number of
     workers, `processes`, `micro_batch` or `start_step`. A process is replaced, and its micro-batches decoded again,
@@ -106,7 +106,7 @@ class TrainLoader:
         if not (0 <= slots.start < slots.stop <= order.batch_size and slots.step == 1):
             raise ValueError(f"slots {slots} must be a contiguous part of range(0, {order.batch_size})")
         if not np.array_equal(index.shard_samples, order.shard_samples):
-            raise ValueError("the order was built for different shards from those of the index")
+            raise ValueError("the order was built for other shards than those of the index")
         self.slots = slots
         self.start_step = start_step
         self.processes = processes
@@ -180,7 +180,7 @@ class TrainLoader:
             self.prefetcher.stop()
 
     def log_wait(self, log: Callable[[str], None]) -> None:
-        """Log how many shards the first batch needs, and how many of those are yet to be downloaded."""
+        """Log how many shards the first batch needs, and how many of those still have to be downloaded."""
         index = self.decoder.index
         shards = shards_of(self.decoder.order, self.slots, self.start_step)
         missing = []
@@ -249,7 +249,7 @@ class TrainLoader:
         return Batch(task.step, images.permute(0, 3, 1, 2), labels, ids, bad, wait)
 
     def warn_once(self, reason: str) -> None:
-        """Log why samples are no longer read by byte range; log it only once for all decoding processes."""
+        """Log, only once for all decoding processes, why samples are no longer read by byte range."""
         if reason and not self.has_warned:
             self.has_warned = True
             logging.getLogger(__name__).warning(reason)

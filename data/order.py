@@ -19,10 +19,10 @@ Example: shards of 3, 4 and 2 samples, seed 0, batch size 4, two lanes (position
     step 1 takes the positions 2 3 | 7 8, which hold (shard, sample) (1, 0) (1, 1) | (0, 1) (0, 2)
     step 2 takes the position 4, which holds (1, 2); all 9 samples are used, so epoch 1 fills the other three slots
 
-A `Mixture` trains on several sets by weight. Each set owns a fixed number of slots in every batch, spread evenly over
-the batch, and fills them in its own order. Epochs are counted separately for each set.
+A `Mixture` trains on several data sets by weight. Each set owns a fixed number of slots in every batch, spread evenly
+over the batch, and fills them in its own order. Epochs are counted separately for each set.
 
-Example: sets of 7 and 3 shards, weights 0.75 and 0.25, batch size 4:
+Example: data sets of 7 and 3 shards, weights 0.75 and 0.25, batch size 4:
 
     set 0 owns three slots, centred at 1/6, 3/6 and 5/6 of the batch; set 1 owns one slot, centred at 1/2
     sorted by these centres, the slots belong to the sets 0 0 1 0
@@ -223,7 +223,7 @@ class Order:
 
 
 class Mixture:
-    """The sample order of several weighted sets; every global batch has the same number of samples from each set.
+    """The sample order of several weighted data sets; each set contributes the same number of samples to every batch.
 
     Set g consists of the next `groups[g]` shards of the index. `shares[g]` slots of every batch belong to it: its
     weight's part of the batch, rounded by largest remainder. The slots of a set are spread evenly over the batch, so
@@ -274,7 +274,7 @@ class Mixture:
 
     @property
     def shard_samples(self) -> np.ndarray:
-        """The number of samples in each shard, over all sets."""
+        """The number of samples in each shard, over all data sets."""
         return np.concatenate([order.shard_samples for order in self.orders])
 
     def batch(self, step: int) -> Ids:

@@ -1,4 +1,4 @@
-"""Records that carry their own digest: JSON whose last entry is the sha256 of everything before it.
+"""Records with their own digest: JSON whose last entry is the sha256 of everything before it.
 
 In:  {"key": "1a2b…", "seconds": 3.2}
 Out: {"key": "1a2b…", "seconds": 3.2, "sha256": "9f3c…"}, one entry per line

@@ -204,15 +204,15 @@ class Folder:
         paths = [*sorted(top.glob("bad-*")), *sorted(top.glob(".tmp-*"))]
         return [path.name for path in paths]
 
-    def fetch_set(self, folder: str, name: str, check: Callable[[Path], object], *, anew: bool = False) -> Path:
+    def fetch_set(self, folder: str, name: str, check: Callable[[Path], object], *, recheck: bool = False) -> Path:
         """Return a local folder with the files of a set.
 
         If the files are copied from the storage, `check` must accept the copy; a bad copy is fetched once more. With
-        `anew`, `check` always reads the current files of the storage. Raises StorageError, OSError, and errors of
-        `check`; for copies, those of the second copy.
+        `recheck`, `check` always reads the current files of the storage. Raises StorageError, OSError, and the errors
+        of `check`; if both copies are bad, the error for the second one.
         """
         path = self.local / folder / name
-        if anew:
+        if recheck:
             check(path)
         return path
 

@@ -12,12 +12,10 @@ classes.
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -68,7 +66,7 @@ def matching(pattern: str | os.PathLike[str]) -> list[Path]:
 
 
 def class_folders_in(root: Path, skipped: Counter[str] | None = None) -> list[str]:
-    """Return the sorted names of a folder's sub-folders; `skipped` counts the hidden and system folders left out."""
+    """Return the sorted names of a folder's sub-folders; count excluded hidden and system folders in `skipped`."""
     names = []
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
         if not entry.is_dir() or entry.name.startswith("."):
@@ -111,7 +109,7 @@ def _walk(
             _count_skipped(path, skipped)
         elif is_folder:
             yield from _walk(path, skipped, (*above, identity), in_order, read, links + entry.is_symlink())
-        # macOS writes a `._1.jpg` next to a 1.jpg on foreign file systems; it is no image.
+        # macOS writes a `._1.jpg` next to a 1.jpg on foreign file systems; it is not an image.
         elif entry.name.startswith("."):
             skipped[HIDDEN] += 1
         elif is_file:
@@ -132,24 +130,3 @@ def _count_skipped(folder: Path, skipped: Counter[str]) -> None:
     for _, _, names in os.walk(folder):
         if names:
             skipped[kind] += len(names)
-
-
-def near_path(path: str) -> str:
-    """Return "; did you mean 'photos/cat'?" if a file or folder with a similar name exists; otherwise ""."""
-    missing = Path(path)
-    rest: list[str] = []
-    while not missing.parent.exists():
-        rest.insert(0, missing.name)
-        missing = missing.parent
-    names = {}
-    with suppress(OSError):
-        for entry in missing.parent.glob("*"):
-            names[entry.name.lower()] = entry
-    close = difflib.get_close_matches(missing.name.lower(), names, n=1)
-    if not close:
-        return ""
-    near = names[close[0]]
-    # Append the rest of the path if that exists too.
-    if near.joinpath(*rest).exists():
-        near = near.joinpath(*rest)
-    return f"; did you mean {str(near)!r}?"

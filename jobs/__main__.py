@@ -16,6 +16,7 @@ This is the only file that imports from both the core and the extras.
 import atexit
 import os
 import re
+import select
 import shlex
 import signal
 import sys
@@ -24,7 +25,7 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 # Step 1; must precede the imports below, which could otherwise find another package named `data` or `models`.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -42,7 +43,7 @@ from data.checks import printable_lines
 from data.errors import ExitCode, UsageError, exit_code
 from jobs.answer import Answer, Document
 from jobs.commands.lazy_group import CommandTable, LazyGroup
-from jobs.terminal import activity, echo, is_closed_pipe, program, write_last
+from jobs.terminal import activity, echo, handle_of, program, write_last
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -71,6 +72,7 @@ TRAINING_EXTRAS = (
     "jobs.extras.token_dropping:TokenDroppingExtra",
     "jobs.extras.async_evaluation.extra:AsyncEvaluationExtra",
     "jobs.extras.best:Best",
+    "jobs.extras.engine_check:EngineCheckExtra",
     "jobs.extras.planning.memory_check:MemoryCheck",
     "jobs.extras.reevaluation:Reevaluation",
 )
@@ -276,7 +278,7 @@ COMMANDS = CommandTable(
 
 
 def run_process() -> NoReturn:
-    """Run the command in sys.argv, and exit with its exit code."""
+    """Run the command given by sys.argv, and exit with its exit code."""
     leave(main())
 
 
@@ -393,7 +395,7 @@ def usage_message(error: TyperException, words: Sequence[str]) -> str:
 
 
 def missing_extra(error: ImportError) -> Exception:
-    """Return the error to report after a failed import: UsageError if the module belongs to a deleted extra."""
+    """Return the error to report for a failed import: UsageError if the module belongs to a deleted extra."""
     module = error.name or ""
     # For `from pipeline.extras import best`, `error.name` is only "pipeline.extras"; the message has the module.
     missing = re.match(r"cannot import name '(\w+)'", error.msg or "")
@@ -438,6 +440,16 @@ def report(error: Exception, words: Sequence[str]) -> int:
     # `write_last` does not block if the terminal is stuck, so that the process can exit.
     write_last(printable_lines(text))
     return code
+
+
+def is_closed_pipe(stream: TextIO) -> bool:
+    """Return whether a stream is a pipe whose reader has closed it."""
+    handle = handle_of(stream)
+    if handle is None:
+        return False
+    poll = select.poll()
+    poll.register(handle, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":

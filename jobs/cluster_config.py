@@ -1,4 +1,4 @@
-"""The section `cluster:` of a recipe: the number of workers, and their resources and environment variables.
+"""The `cluster:` section of a recipe: the number of workers, their resources and environment variables.
 
     cluster: {workers: {least: 4, most: 16}, gpus_per_worker: 1, environment: {NCCL_SOCKET_IFNAME: eth1}}
     python -m jobs submit RECIPE --env NCCL_DEBUG=INFO
@@ -18,12 +18,12 @@ from data.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Each worker gets its own values (worker.RankInfo); a common value would break the group.
-OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+RESERVED_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class WorkerRange:
-    """A range for the number of workers: each attempt uses as many as the stage allows and the cluster has room for."""
+    """A range of worker counts: each attempt uses as many workers as the stage allows and the cluster has room for."""
 
     least: int = 1  # minimum number of workers; with less room the stage waits
     most: int = "???"  # type: ignore[assignment]  # maximum number of workers
@@ -40,7 +40,7 @@ class ClusterConfig:
     max_restarts: int = 3  # maximum number of failed attempts in a row without a new checkpoint
     backoff_s: float = 10.0  # wait before the first restart; doubles with each restart
     start_timeout_s: float = 300.0  # maximum time for the workers to start
-    wait_s: float | None = None  # maximum time to wait for places in the cluster; None: no limit
+    wait_s: float | None = None  # maximum time to wait for slots in the cluster; None: no limit
     patience_s: float = 60.0  # if `workers` is a range: time to wait for more workers than there is room for
     environment: dict[str, str] = field(default_factory=dict)  # variables for every worker, by name; no secrets
     scratch: str = ""  # local folder on each node for runs at s3://…; empty: in PATCHLINE_CACHE or the user's cache
@@ -91,18 +91,18 @@ class ClusterConfig:
 
     @property
     def world(self) -> int:
-        """Return the number of workers of an attempt; the supervisor has replaced a range with a number."""
+        """Return an attempt's number of workers; call this after the supervisor has replaced a range with a number."""
         assert isinstance(self.workers, int), self.workers
         return self.workers
 
 
 def check_environment(environment: Mapping[str, str], place: str = "") -> None:
-    """Raise ConfigError if the recipe must not set a variable for workers; `place` precedes its name in the message."""
+    """Raise ConfigError for worker variables that a recipe must not set; in messages, `place` precedes the name."""
     for name, value in environment.items():
         problem = ""
         if not NAME.fullmatch(name):
             problem = f"{name!r} is not a variable name\n  expected letters, digits and _, for example NCCL_DEBUG"
-        elif name in OURS:
+        elif name in RESERVED_VARIABLES:
             problem = f"{name} must not be set here: every worker gets its own value\n  remove it"
         elif name == "GLIBC_TUNABLES":  # read by glibc's malloc (jobs/cluster/fork_server.py)
             problem = (

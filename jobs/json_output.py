@@ -34,6 +34,7 @@ from typing import Any, TextIO
 
 from data.errors import ExitCode, exit_code
 from jobs.answer import Answer, Document, Step
+from jobs.commands.arguments import near_path
 from jobs.terminal import as_typed, handle_of, program, write_last
 
 GROUPS = ("checkpoints", "data")  # commands of two words
@@ -46,6 +47,7 @@ OVERRIDE = re.compile(
     r"(?:\bset|\buse|\bpass|\bto|for example|without (?:it|them):) '?([a-z]\w*(?:\.[\w-]+)*=(?:\[[^\]]*\]|[^\s,;…']+))"
 )
 PLACEHOLDER = re.compile(r"=/elsewhere|=[A-Z]{3}")  # in an override: the user must choose the value
+MISSING_SET = re.compile(r"(?:: |^)(\S+): this index does not exist")
 AGAIN = re.compile(r"\b(run|repeat) (the same command|this command|the command|it) again|\bretry\b")
 # First words of a line that says what to do. All other lines after the first say why.
 VERBS = re.compile(
@@ -145,6 +147,8 @@ def error_document(error: BaseException, message: str, words: Sequence[str]) -> 
     section = stage[1] if stage is not None else ""
     reasons = []
     steps = [*fixes(what, rest), *corrections(what, words), *settings(what, words, section)]
+    for path in MISSING_SET.findall(message):
+        steps += corrections(near_path(path).strip("; "), words)
     for line in rest:
         if "--help" in line:
             continue  # help is for people

@@ -49,9 +49,9 @@ class MissingKind(StageKind):
 
 
 def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
-    """Return an instance of each stage kind; `names` maps names to "module:Class", followed by extras.
+    """Return an instance of each stage kind; `names` maps each name to "module:Class" and any extras.
 
-    Extras that are not in this checkout are skipped; each missing kind becomes a `MissingKind`.
+    Extras missing from this checkout are skipped; each missing kind becomes a `MissingKind`.
     """
     kinds: dict[str, StageKind] = {}
     for name, text in names.items():
@@ -67,7 +67,7 @@ def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
 
 
 def load_extras(*names: str) -> list[Any]:
-    """Return instances of these extras ("module:Class"), skipping extras that are not in this checkout."""
+    """Return instances of these extras ("module:Class"), skipping extras missing from this checkout."""
     extras: list[Any] = []
     for name in names:
         try:

@@ -1,7 +1,7 @@
 """Find the folder of a run, stage or packed data set by name, so that users need not type stage keys.
 
     runs/digits/finetune             the newest finished stage `finetune` of the run
-    runs/digits                      the newest finished stage that has the files the command needs
+    runs/digits                      the newest finished stage with the files needed by the command
     runs/digits/finetune-1a2b3c4d    exactly this folder, like any other existing path
     runs/photos/parts/held-out       the data set `held-out` of the newest finished stage `parts` that packed it
 
@@ -10,7 +10,6 @@ The selected folder is reported on stderr. Nothing here imports torch.
 
 import json
 import re
-import shlex
 import sys
 import time
 from contextlib import suppress
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
-from data.checks import few, printable_lines
+from data.checks import printable_lines
 from data.errors import DataError, ExitCode, UsageError
 from jobs.terminal import for_stream
 from models.checks import did_you_mean
@@ -39,7 +38,6 @@ READS = {
     TABLE: "a sweep's table",
     RECORD: "a record",
 }
-MOST_RUNS = 8  # maximum number of runs listed in a message
 OF_UNFINISHED = (TASK, CHECKPOINTS, RECORD)  # files that exist before a stage has finished
 
 
@@ -70,14 +68,13 @@ def stage_at(folder: Path) -> StageFolder | None:
 
 
 def stages_in(run: Path) -> list[StageFolder]:
-    """Return the stages in a run directory, finished stages first, and newer before older; [] for any other folder."""
+    """Return a run directory's stages, finished ones first, newer before older; [] for any other folder."""
     stages = filter(None, map(stage_at, run.glob("*/")))
     return sorted(stages, key=attrgetter("is_finished", "time"), reverse=True)
 
 
 def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed: str = "") -> str:
-    """Return the folder of the newest stage at RUN or RUN/STAGE that has the file `needs`; return other paths
-    unchanged.
+    """Return the folder of the newest stage at RUN or RUN/STAGE with the file `needs`; return other paths unchanged.
 
     Weights and data sets come only from finished stages. `typed` is the user's argument, if it differs from `path`.
     Raises DataError if no stage has the file, and UsageError if `one_name` is set and stages with different names have
@@ -99,7 +96,7 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     if not stages:
         return path  # not a run: the caller reports the error
 
-    # 2. Keep the stages that have the required file.
+    # 2. Keep the stages with the required file.
     run = stages[0].path.parent
     of_name = []
     fitting: dict[str, StageFolder] = {}  # by name, the newest of each
@@ -137,27 +134,6 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     return str(newest.path)
 
 
-def no_run(path: Path) -> UsageError:
-    """Return the error for a path that is not a run; the message lists runs in it, next to it, and in ./runs."""
-    runs: dict[Path, None] = {}
-    for folder, pattern in ((path, "*"), (path, "runs/*"), (Path.cwd(), "runs/*"), (path.parent, "*")):
-        for record in sorted(folder.glob(f"{pattern}/*/{RECORD}")):
-            runs.setdefault(record.parents[1].resolve())
-    listed = []
-    for run in runs:
-        # Show relative paths if possible: they are shorter to type.
-        if run.is_relative_to(Path.cwd()):
-            run = run.relative_to(Path.cwd())
-        listed.append(shlex.quote(str(run)))
-    remark = ""
-    if path.suffix in (".yaml", ".yml") and path.is_file():
-        remark = ", which is a recipe"
-    text = f"no run at {path}{remark}\n  expected a run directory or a stage's folder in it"
-    if listed:
-        return UsageError(f"{text}; runs nearby: {few(listed, MOST_RUNS, ', and {} more')}")
-    return UsageError(f"{text}; there are no runs nearby\n  to start one, run python -m jobs run RECIPE")
-
-
 def resume_command(run: Path) -> str:
     """Return the last command on a run, which resumes it, or a general one if the last cannot be used again."""
     command = "python -m jobs run RECIPE"
@@ -170,7 +146,7 @@ def resume_command(run: Path) -> str:
 
 
 def not_finished(stage: StageFolder) -> DataError:
-    """Return the error for an unfinished stage; the message reports the progress and how to get weights."""
+    """Return the error for an unfinished stage; the message reports its progress and how to get its weights."""
     run = stage.path.parent
     last = last_metrics(stage.path)
     place = "has not reported a step yet"

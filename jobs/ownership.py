@@ -13,9 +13,10 @@ The lifecycle of a lease (`Lease`):
 3. When the command ends, it marks the lease as released, so that the next command need not wait.
 
 `holder_state` decides whether a holder is alive. It never compares the clocks of two machines, because they differ. If
-the holder is a process on this machine, the kernel knows; otherwise, the lease is watched for at most LOST_PERIODS.
+the holder is a process on this machine, the kernel knows; otherwise, the lease is watched for at most LOST_PERIODS
+renewal periods.
 
-A holder that was suspended for longer notices the higher number before it writes anything (`Lease.confirm`). If its
+A holder suspended for longer notices the higher number before it writes anything (`Lease.confirm`). If its
 workers still try to commit, their attempt number is too low: each commit first reads the newest number.
 """
 
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Literal, Self, TypeAlias, TypedDict, cast
 from uuid import uuid4
 
-from data.errors import ClusterError, ConfigError, PatchlineError, RunOwned, StorageError, UsageError
+from data.errors import ConfigError, PatchlineError, RunOwned, StorageError
 from data.files import make_folder
 from data.seal import Unsealed, seal, unseal
 from data.storage import Storage
@@ -48,16 +49,13 @@ LEASE_NAME = re.compile(r"leases/(\d{6,})\.json")
 PERIOD_S = 5.0  # interval between renewals
 LOST_PERIODS = 4  # a holder is lost after this many missed renewals; a busy disk may delay one of them
 RESERVE_BYTES = 64  # padding of a lease's file, because its counter and times get longer
-READ_TRIES = 4  # attempts to read a lease whose file is incomplete
-READ_AGAIN_S = 0.05
-STOP_POLL_S = 0.5
+READ_ATTEMPTS = 4  # attempts to read a lease whose file is incomplete
+READ_RETRY_S = 0.05
 LOG_WAIT_S = 1.0  # waits longer than this are logged
 RAY_JOB = "Ray job"
 SLURM_JOB = "Slurm job"
 UNIT = "unit"
-# A command that Slurm or systemd would restart must be stopped there: prefix of `job` → command to type.
-STOP_COMMANDS = {SLURM_JOB: "scancel --batch --signal=TERM", UNIT: "systemctl stop"}
-LONGEST_NAME = 255  # bytes of a file's or folder's name (NAME_MAX of Linux)
+MAX_NAME_BYTES = 255  # bytes of a file's or folder's name (NAME_MAX of Linux)
 
 # "free": no command holds the run; "held": its holder is alive; "lost": its holder died without releasing the lease.
 State: TypeAlias = Literal["free", "held", "lost"]
@@ -99,7 +97,7 @@ class SeenLease:
 
     @property
     def holder(self) -> str:
-        """Describe the holder by its process, host, job, start time and command."""
+        """Describe the lease's holder: its process, host, job, start time and command."""
         if self.record is None:
             return f"the command of {LEASE.format(self.number)} (truncated or altered)"
         record = self.record
@@ -162,7 +160,7 @@ class Lease:
             )
 
     def take(self) -> None:
-        """Take over the run. Raises RunOwned if the owner is alive, and StorageError."""
+        """Acquire the lease, and with it the run. Raises RunOwned if another owner is alive, and StorageError."""
         # 1. In a store without conditional writes, two commands could create the same number.
         self.storage.check_exclusive_create(f"{ATTEMPTS}/{0:06d}.json")
         while True:
@@ -185,7 +183,7 @@ class Lease:
         self.check()
         older = []
         for name in self.storage.list(LEASES):
-            # Keep the temporary files of commands that are creating their lease right now.
+            # Keep the temporary files of commands currently creating their lease.
             if "/.tmp-" not in name and name < LEASE.format(self.number):
                 older.append(name)
         self.storage.delete(older)
@@ -225,14 +223,14 @@ class Lease:
             self.check()
 
     def renew(self, *, is_released: bool = False) -> None:
-        """Rewrite this lease's file to show that the command is alive. Raises StorageError, OSError."""
+        """Rewrite this lease's file as a sign that the command is alive. Raises StorageError, OSError."""
         self.record["renewals"] += 1
         self.record["is_released"] = is_released
         self.storage.renew(LEASE.format(self.number), self.content())
         self.renewed_s = self.record["renewed_s"]
 
     def content(self) -> bytes:
-        """Return the content to write to the lease file next."""
+        """Return the next content of the lease file."""
         self.record["renewed"] = time.strftime("%Y-%m-%d %H:%M:%S")
         self.record["renewed_s"] = clock()
         content = seal(self.record).encode()
@@ -271,7 +269,7 @@ class Lease:
 def newest_lease(storage: Storage) -> SeenLease | None:
     """Return the newest lease of a run; None if there has never been a lease. Raises StorageError, OSError."""
     seen: SeenLease | None = None
-    for _ in range(READ_TRIES):
+    for _ in range(READ_ATTEMPTS):
         names = storage.list(LEASES)
         number = max((number_of(name) for name in names), default=0)
         content = storage.read(LEASE.format(number)) if number else None
@@ -283,14 +281,14 @@ def newest_lease(storage: Storage) -> SeenLease | None:
         except Unsealed:
             # The file is being written right now, or it is permanently truncated or altered.
             seen = SeenLease(number, content, None)
-            time.sleep(READ_AGAIN_S)
+            time.sleep(READ_RETRY_S)
             continue
         return SeenLease(number, content, record, STOP.format(number) in names)
     return seen
 
 
 def holder_state(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> tuple[State, SeenLease | None]:
-    """Return whether a run has a live owner, and its newest lease; if needed, watch it for at most `periods` renewals.
+    """Return whether a run has a live owner, and its newest lease; if unclear, watch the lease for `periods` renewals.
 
     `log` reports this wait. Raises StorageError, OSError.
     """
@@ -301,8 +299,8 @@ def holder_state(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> t
     if seen.record is not None:
         period_s = seen.record["period_s"]
     wait_s = periods * period_s
-    # 1. A process on this machine: the kernel knows whether it is alive. If it is, but has stopped renewing, watch the
-    # lease (3).
+    # 1. A process on this machine: the kernel knows whether it is alive. If it is alive but has stopped renewing, watch
+    #    the lease (3).
     if seen.record is not None and seen.record["machine"] == this_machine():
         if start_of(seen.record["pid"]) != seen.record["start"]:
             return "lost", seen
@@ -345,38 +343,6 @@ def owned_error(storage: Storage, seen: SeenLease) -> RunOwned:
     )
 
 
-def stop_holder(storage: Storage, seen: SeenLease, log: Log, patience_s: float) -> None:
-    """Tell the command that owns a run, on any machine, to commit and stop; return after it has ended.
-
-    The command sees the request at its next renewal. Raises ClusterError if it does not end in time, UsageError if
-    Slurm or systemd would restart it, StorageError.
-    """
-    for kind, words in STOP_COMMANDS.items():
-        if seen.record is not None and seen.record["job"].startswith(kind):
-            name = seen.record["job"].removeprefix(kind).strip()
-            raise UsageError(
-                f"{seen.holder} would be restarted after a stop\n"
-                f"  to stop it for good, run on {seen.record['host']}: {words} {name}"
-            )
-    storage.put(STOP.format(seen.number), b"")
-    log(f"requested a commit and stop of {seen.holder}; waiting up to {patience_s:.0f} s")
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        state, now = holder_state(storage, log)
-        if state == "lost":
-            log(f"it died without a commit; for its last step, run python -m jobs status {storage.address()}")
-            return
-        if state == "free" or now is None or now.number > seen.number:
-            log(f"it has ended; for its result, run python -m jobs status {storage.address()}")
-            return
-        time.sleep(STOP_POLL_S)
-    raise ClusterError(
-        f"{seen.holder} has not stopped within {patience_s:.0f} s and still owns {storage.address()}\n"
-        "  its storage may be slow\n"
-        f"  run python -m jobs stop {storage.address()} again, or kill the process on its machine"
-    )
-
-
 def number_of(name: str) -> int:
     """Return the number in the name of a lease file; 0 for any other file."""
     match = LEASE_NAME.fullmatch(name)
@@ -392,7 +358,7 @@ def clock() -> float:
 
 
 def this_machine() -> str:
-    """Return an identifier for the current boot of the kernel and the PID namespace of this process."""
+    """Return an identifier of the kernel's current boot and this process's PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
@@ -433,15 +399,15 @@ def this_job() -> str:
 
 
 def check_run_path(run: Path) -> None:
-    """Raise ConfigError if a path cannot be a run directory: a name in it is too long or belongs to a file."""
+    """Raise ConfigError if a path cannot be a run directory: a component is too long, or is a file."""
     if run == run.parent:
         raise ConfigError(f"run is {run}, expected a separate folder\n  set run={run}NAME")
     for name in run.parts:
         encoded_bytes = len(os.fsencode(name))
-        if encoded_bytes > LONGEST_NAME:
+        if encoded_bytes > MAX_NAME_BYTES:
             raise ConfigError(
-                f"run contains a name of {encoded_bytes} bytes: {name[:40]}…\n  expected at most {LONGEST_NAME} bytes\n"
-                "  use a shorter name: run=…"
+                f"run contains a name of {encoded_bytes} bytes: {name[:40]}…\n"
+                f"  expected at most {MAX_NAME_BYTES} bytes\n  use a shorter name: run=…"
             )
     for path in (run, *run.parents):
         if path.exists() and not path.is_dir():

@@ -33,7 +33,7 @@ MaybeText = TypeVar("MaybeText", str, str | None)
 
 
 class Reads(Enum):
-    """The type of an input. Any input may also be the output of another stage: "@stage/part"."""
+    """The type of an input. Any input may also be another stage's output: "@stage/part"."""
 
     SET = "set"  # the index of a data set, or the index's folder
     WEIGHTS = "weights"  # a folder written by a stage or by `import`
@@ -80,7 +80,7 @@ class StageKind:
         raise NotImplementedError
 
     def is_input(self, cfg: Any, field_name: str) -> bool:
-        """Return whether the stage's key contains the content of this field's input instead of the path."""
+        """Return whether the stage's key depends on the content of this field's input instead of its path."""
         return True
 
     def missing(self, cfg: Any) -> Iterable[str]:
@@ -122,34 +122,33 @@ class StageKind:
         return ()
 
     def metrics(self, cfg: Any) -> Iterable[str]:
-        """Return the names of the stage's final metrics."""
+        """Return the names of the metrics that the finished stage reports."""
         return ()
 
     def repeat_evaluation(
         self, campaign: "Campaign", stage: "Stage", changed: Collection[str]
     ) -> tuple[Collection[str], list[str]]:
-        """Return evaluation settings, and the commands that evaluate a finished stage with their current values.
+        """Return evaluation settings, and commands that re-evaluate a finished stage with the current settings.
 
-        `changed` are the fields that have changed since the stage finished. The settings and commands are both empty if
-        no command is needed.
+        `changed` names the fields changed since the stage finished. Both results are empty if no command is needed.
         """
         return (), []
 
     # Methods that work on the whole recipe.
 
     def expand(self, sections: "Sections", kinds: "Kinds") -> "Sections":
-        """Replace sections of a recipe before parsing, for example one section with several; return all sections."""
+        """Replace sections before parsing, for example a sweep's section with one per run; return all sections."""
         return sections
 
     def placeholders(self, cfg: Any) -> Mapping[str, object]:
-        """Return a placeholder for each value that this stage determines for other stages, by the name of the value.
+        """Return a placeholder, by name, for each value that this stage determines for other stages.
 
         Other stages refer to the value as "@stage/name".
         """
         return {}
 
     def values(self, folder: Path) -> Mapping[str, object]:
-        """Return the values that a finished stage has determined for other stages; omit undetermined ones."""
+        """Return the values that a finished stage has determined for other stages, without undetermined ones."""
         return {}
 
     def value_in_words(self, cfg: Any, name: str) -> str:
@@ -168,7 +167,7 @@ class StageKind:
     def make_absolute(
         self, name: str, section: dict[str, Any], patterns: Sequence[str], absolute: "MakeAbsolute"
     ) -> None:
-        """Make relative paths absolute in the parts of a section that only this kind can read.
+        """Make relative paths absolute in the parts of a section that only this stage kind understands.
 
         `patterns` are the fields with paths in the section `name`.
         """
@@ -179,7 +178,7 @@ class StageKind:
         return Reads.OUTCOME in self.inputs.values()
 
     def inputs_of(self, cfg: ConfigDataclass) -> dict[str, tuple[str, Reads]]:
-        """Return the input fields that have a value: {"data.train": ("@shards/train", Reads.SET)}."""
+        """Return the non-empty input fields, for example {"data.train": ("@shards/train", Reads.SET)}."""
         inputs: dict[str, tuple[str, Reads]] = {}
         for pattern, reads in self.inputs.items():
             for field_name, value in fields_matching(pattern, cfg).items():
@@ -235,12 +234,12 @@ class Stage:
     key: str = ""
     # Inputs in the key → digest of their content, or the key of the stage that writes them.
     inputs: Mapping[str, str] = field(default_factory=dict)
-    eval_inputs: Mapping[str, str] = field(default_factory=dict)  # the same for data sets that are not in the key
+    eval_inputs: Mapping[str, str] = field(default_factory=dict)  # the same for data sets not in the key
     missing: tuple[str, ...] = ()  # messages about missing inputs from outside the campaign
 
     @property
     def is_run(self) -> bool:
-        """Return whether the stage is a run of a sweep, one of several stages expanded from the same section."""
+        """Return whether the stage is a run of a sweep: one of several stages expanded from the same section."""
         return self.name != self.source
 
 
@@ -304,7 +303,7 @@ class Campaign:
 
 @dataclass(frozen=True)
 class Context:
-    """A running stage with its campaign, and the callbacks for logging, progress and stopping."""
+    """A running stage with its campaign, and callbacks for logging, progress and stop requests."""
 
     campaign: Campaign
     stage: Stage
@@ -334,7 +333,7 @@ class Context:
 
     @property
     def model(self) -> ModelConfig:
-        """Return the architecture of the stage's model; only for stages that have one."""
+        """Return the architecture of the stage's model; call this only for stages with a model."""
         assert self.stage.model is not None, f"{self.stage.name} has no model, or its initial weights are missing"
         return self.stage.model
 
@@ -352,7 +351,7 @@ ERRORS: dict[int, type[PatchlineError]] = {
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of a check. `plan` and `run` exit with the code of the first FAIL; `preflight` reports all."""
+    """A check's result: OK, WARN or FAIL. `plan` and `run` exit with the first FAIL's code; `preflight` reports all."""
 
     level: Literal["OK", "WARN", "FAIL"]
     subject: str
@@ -362,19 +361,19 @@ class CheckResult:
 
     @staticmethod
     def of(error: Exception, subject: str) -> "CheckResult":
-        """Convert an error to a check result of level FAIL."""
+        """Convert an exception to a check result of level FAIL."""
         text, _, remedy = (error_text(error) if isinstance(error, OSError) else str(error)).partition("\n")
         return CheckResult("FAIL", subject, text, remedy, ExitCode(exit_code(error)))
 
     def error(self) -> PatchlineError:
-        """Convert this result, whose level is FAIL, to an error."""
+        """Convert this result, which must have level FAIL, to an exception."""
         error = ERRORS.get(self.exit_code, PatchlineError)(f"{self.text}\n{self.remedy}".rstrip("\n"))
         error.exit_code = self.exit_code
         return error
 
 
 def index_if_made(path: str) -> Index | None:
-    """Load the index of a data set; return None if it cannot be read, for example because the set is not packed yet."""
+    """Load a data set's index; return None if it is unreadable, for example because the data is not packed yet."""
     try:
         return load_index(path)
     except PatchlineError:
@@ -382,7 +381,7 @@ def index_if_made(path: str) -> Index | None:
 
 
 class Available:
-    """Reads the data sets of a campaign that already exist, each index once."""
+    """Reads the existing data sets of a campaign; loads each index once."""
 
     def __init__(self, campaign: Campaign, *, checks_files: bool = True) -> None:
         self.campaign = campaign
@@ -391,7 +390,7 @@ class Available:
         self.readers_of: dict[str, list[Stage]] = {}  # parent stage's name → stages that read its output
 
     def index(self, value: str) -> Index | None:
-        """Return the index of a data set in the recipe; None if the index does not exist yet."""
+        """Return the index of a data set named in the recipe; None if the index does not exist yet."""
         if value not in self.indexes:
             self.indexes[value] = index_if_made(self.campaign.path_of(value))
         return self.indexes[value]
@@ -420,7 +419,7 @@ class Available:
         return self.readers_of[stage.name]
 
     def made(self, values: Collection[str]) -> list[Index]:
-        """Return the indexes of the data sets that exist."""
+        """Return the indexes of the existing data sets among `values`."""
         indexes = []
         for value in values:
             index = self.index(value)

@@ -1,4 +1,4 @@
-"""The data sets of a pack stage: the sources of the images, and the numbering of the classes.
+"""The data sets of a pack stage: their image sources and class numbering.
 
 All data sets of a stage share one class numbering, so that a class has the same id in train and test:
 1. The data set `train` (or the first data set, if there is no `train`) is numbered like its source, or according to its
@@ -14,7 +14,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, ClassVar, Literal
 
-from data.checks import at_least
+from data.checks import at_least, redacted
 from data.errors import DataError
 from data.index.document import load_index
 from data.index.names import Names, ids_of
@@ -27,11 +27,20 @@ from data.walk import class_folders_in, matching
 from pipeline.config import Tags, require, tags
 
 SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")
-OWN = ("folder", "table", "tars", "shards", "parquet", "digits", "subset")  # all other sources are published data sets
+USER_SOURCES = (
+    "folder",
+    "table",
+    "tars",
+    "shards",
+    "parquet",
+    "digits",
+    "subset",
+)  # all other sources are published data sets
 COUNTED_SAMPLES = "data.extras.known_sets.archive:samples_of_archive"
 KNOWN_SETS = "data.extras.known_sets.known:known_archive"
 SOURCES = "data.extras.sources."  # readers of sources other than class folders and known data sets
 VTAB_TASKS = "data.extras.known_sets.vtab_prepared:VTAB"
+FROM_URLS = ("shards", "parquet")  # sources that can be URLs; parquet only on the Hub
 UNLABELLED = ("folder", "table", "tars", "shards", "parquet")  # sources that can be used without labels
 
 
@@ -43,8 +52,8 @@ class SetConfig:
         "folder",  # one subfolder per class
         "table",  # CSV or parquet with columns path and label
         "tars",  # a folder of WebDataset tars, compressed or not, including those of img2dataset
-        "shards",  # the same, not compressed: indexed in place, not packed again
-        "parquet",  # Hugging Face image parquet: a file, or a folder of files
+        "shards",  # the same, not compressed: indexed in place, not packed again; or a URL of tars
+        "parquet",  # Hugging Face image parquet: a file, or a folder of files, or hf://datasets/OWNER/NAME/…
         "imagenet-train",  # ILSVRC2012_img_train.tar, or a folder of class tars or class folders
         "imagenet-validation",  # ILSVRC2012_img_val.tar or a folder of images, with wnids or real; or class folders
         "digits",  # UCI's handwritten digits, included in Patchline: no path
@@ -83,7 +92,7 @@ class SetConfig:
         forbid="source path root wnids real split keep only but part shots seed image_size classes names classes_of "
         "rename partial task unlabelled"
     )
-    # Fields that were added later; see `config.tagged`.
+    # Fields added later; see `config.tagged`.
     LATER: ClassVar[tuple[str, ...]] = (
         "names",
         "classes_of",
@@ -173,13 +182,13 @@ class SetConfig:
 
 
 def subset_rule(cfg: SetConfig) -> Rule:
-    """Return the rule that selects a subset's samples. Raises ConfigError if fields are missing or conflict."""
+    """Return the rule that selects a subset's samples. Raises ConfigError if fields are missing or conflicting."""
     return Rule(tuple(cfg.keep or ()), cfg.only, cfg.but, cfg.part, cfg.shots, cfg.seed)
 
 
 def known_set(cfg: SetConfig) -> Archive | None:
-    """Return the published data set that a source names; None for the user's own images. Raises DataError."""
-    if cfg.source in OWN:
+    """Return the published data set named by a source; None for the user's own images. Raises DataError."""
+    if cfg.source in USER_SOURCES:
         return None
     wnids = None
     if cfg.wnids is not None:
@@ -196,7 +205,7 @@ def known_set(cfg: SetConfig) -> Archive | None:
 
 
 def numberings_of(sets: Mapping[str, SetConfig], log: Callable[[str], None]) -> dict[str, Numbering]:
-    """Return the class numbering of each data set, with the same id for a class in all; log renumbered data sets.
+    """Return a class numbering per data set, in which a class has the same id everywhere; log renumbered data sets.
 
     The result excludes unlabelled data sets, and subsets, which keep the numbering of their parent. Raises DataError
     (see `numbering_of`).
@@ -244,7 +253,7 @@ def source_names(cfg: SetConfig) -> Names:
     if cfg.source == "shards":
         return ()
     if cfg.source == "tars":
-        # With a class list, labels that are texts refer to its names.
+        # With a class list, text labels refer to its names.
         names = reader_of(cfg, "tars:tars_classes")(cfg.path, with_labels=not (cfg.names or cfg.classes_of))
         return names
     known = known_set(cfg)
@@ -285,15 +294,15 @@ def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, give
             )
     elif own and first is not None:
         target = first.names
-    # Tars have no numbering of their own: their text labels are renamed as they are read (`samples_of`).
+    # Tars define no numbering: their text labels are renamed when they are read (`samples_of`).
     rename = cfg.rename
     if cfg.source == "tars" and not own:
         rename = {}
-    return number(own, target, rename=rename, keep=cfg.keep, name=name, giver=giver)
+    return number(own, target, rename=rename, keep=cfg.keep, name=name, target_name=giver)
 
 
 def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
-    """Return an iterator over a data set's samples with numbered classes. Raises DataError (see `source_names`)."""
+    """Return an iterator over a data set's samples with class ids as labels. Raises DataError (see `source_names`)."""
     if cfg.source == "digits":
         return numbered(digits(train=cfg.split == "train", image_size=cfg.image_size), numbering)
     check_paths(cfg)
@@ -325,20 +334,28 @@ def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
 
 
 def check_paths(cfg: SetConfig) -> None:
-    """Raise DataError if any path of a source does not exist."""
+    """Raise DataError if any of a source's paths does not exist."""
     # Sources are generators, so a wrong path would be noticed only at the first sample.
     for message in missing_paths(cfg).values():
         raise DataError(message)
 
 
 def missing_paths(cfg: SetConfig) -> dict[str, str]:
-    """Return the fields whose file or folder does not exist: field → message."""
+    """Return error messages for missing files and folders, by the field that names them."""
     # A subset's path is an input of the stage, possibly "@stage/set", and is checked like other inputs.
     if cfg.source in ("digits", "subset"):
         return {}
     messages = {}
     for field_name in ("path", "root", "wnids", "real", "names"):
         path = getattr(cfg, field_name)
+        if path is not None and "://" in path:
+            # The store reports whether the files exist.
+            if field_name != "path" or cfg.source not in FROM_URLS:
+                messages[field_name] = (
+                    f"source {cfg.source}: {field_name} is {redacted(path)}, expected a path on this machine\n"
+                    "  URLs work with source: shards (tars) and source: parquet (image parquet at hf://datasets/…)"
+                )
+            continue
         # A path may be a pattern, such as a/train-*.tar.
         if path is not None and not all(file.exists() for file in matching(path)):
             messages[field_name] = (
@@ -349,7 +366,7 @@ def missing_paths(cfg: SetConfig) -> dict[str, str]:
 
 def check_apart(cfg: SetConfig, folder: Path) -> None:
     """Raise DataError if the folder for the new shards is inside their source."""
-    if cfg.source == "digits" or cfg.path is None:
+    if cfg.source == "digits" or cfg.path is None or "://" in cfg.path:
         return
     source = Path(cfg.path).resolve()
     target = folder.resolve()
@@ -364,7 +381,7 @@ def check_apart(cfg: SetConfig, folder: Path) -> None:
 
 
 def expected_samples(cfg: SetConfig) -> int | None:
-    """Estimate the number of samples of a source for the progress line; None if counting would be slow."""
+    """Estimate a source's number of samples for the progress line; None if counting would be slow."""
     path = Path(cfg.path or "")
     if cfg.source == "folder":
         folders = [path] if cfg.unlabelled else [path / name for name in class_folders_in(path)]

@@ -1,10 +1,7 @@
-"""The terminal output of a command: lines, the current activity, and progress bars.
+"""The terminal output of a command: lines, and its current activity.
 
-    progress = ProgressMeter("samples", total=60_000)
-    progress(1_200, "3 shards")        1.2k of 60.0k samples  3 shards  240/s  eta 4m05s
-
-`ProgressMeter` shows a progress bar on a terminal, and a line every few seconds elsewhere. A command that takes longer
-than a second shows its current activity (`activity`), even if there is nothing to count.
+A command that takes longer than a second shows its current activity (`activity`), even if there is nothing to count;
+progress.py shows how much of a long task is done.
 
 `Terminal` writes the lines of a run to a terminal without ever blocking the run.
 
@@ -29,8 +26,6 @@ import shutil
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -40,13 +35,13 @@ from data.checks import printable_lines
 COMMAND = "python -m jobs"  # how commands begin in all messages
 
 WAIT_S = 1.0  # after this time, a command shows its activity
-MOST_WAITING = 10_000  # lines in the queue, about 2 MB
-LONGEST_LINE = 100  # characters per line on a terminal; redirected output is not wrapped
+MAX_QUEUED = 10_000  # lines in the queue, about 2 MB
+MAX_LINE_LENGTH = 100  # characters per line on a terminal; redirected output is not wrapped
 CLOSE_S = 3.0  # how long `close` waits for the remaining lines: a terminal may be slow but not stuck
 
 
 class LiveBar:
-    """A progress bar at the bottom of a terminal, with a spinner that shows that the process is alive."""
+    """A progress bar at the bottom of a terminal, with a spinner to show that the process is alive."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         """Set up a bar on stdout, or on the given stream."""
@@ -83,7 +78,7 @@ class LiveBar:
 
     def write(self, text: str) -> None:
         """Print a line above the bar."""
-        # Print brackets literally, numbers without color, and long lines unwrapped.
+        # Print brackets literally, numbers without colour, and long lines unwrapped.
         self.rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -91,34 +86,34 @@ class LiveBar:
 
 
 class Activity:
-    """Shows an activity that takes longer than WAIT_S: as a bar on a terminal, otherwise as a line on stderr."""
+    """Shows an activity longer than WAIT_S: as a bar on a terminal, otherwise as a line on stderr."""
 
     def __init__(self) -> None:
         self.text = ""  # "" if there is nothing to show
         self.bar: LiveBar | None = None
         self.timer = threading.Timer(0, str)
-        self.lock = threading.RLock()  # the timer calls `speak` in another thread
+        self.lock = threading.RLock()  # the timer calls `show_if_slow` in another thread
 
     def now(self, text: str) -> None:
-        """Set the current activity."""
+        """Set the activity to show if it takes longer than WAIT_S."""
         with self.lock:
             self.text = printable_lines(text)
             self.timer.cancel()
             if self.bar is not None:
                 self.bar.update(0, None, self.text)
                 return
-            self.timer = threading.Timer(WAIT_S, self.speak)
+            self.timer = threading.Timer(WAIT_S, self.show_if_slow)
             self.timer.daemon = True
             self.timer.start()
 
-    def speak(self) -> None:
+    def show_if_slow(self) -> None:
         """Show the current activity; called once it has taken WAIT_S."""
         with self.lock:
             if self.text and not self.show(0, None, self.text):
                 print(self.text, file=sys.stderr, flush=True)
 
     def show(self, done: int, total: int | None, text: str) -> bool:
-        """Show progress on a bar; return False if stdout is not a terminal."""
+        """Show progress with a bar; return False if stdout is not a terminal."""
         with self.lock:
             if self.bar is None and sys.stdout.isatty():
                 self.bar = LiveBar()
@@ -137,64 +132,6 @@ class Activity:
 
 
 activity = Activity()  # one per process, because a terminal has room for one bar
-
-
-class ProgressMeter:
-    """Shows the progress of a long task with `show` or, if that returns False, by a line every `every_s` seconds."""
-
-    def __init__(
-        self,
-        unit: str,
-        total: int | None = None,
-        *,
-        log: Callable[[str], None] = print,
-        show: Callable[[int, int | None, str], bool] = activity.show,
-        every_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.unit = unit
-        self.total = total
-        self.every_s = every_s
-        self.clock = clock
-        self.log = log
-        self.show = show
-        self.began = clock()
-        self.last_line = self.began
-
-    def __call__(self, done: int, note: str = "") -> None:
-        """Show that `done` units are done, followed by a note."""
-        from pipeline.values import amount, duration  # see LiveBar.update
-
-        now = self.clock()
-        # The first call may come before the clock has advanced.
-        rate = done / max(now - self.began, 1e-9)
-        # The bar itself shows the count and the remaining time.
-        parts = [self.unit, note, f"{amount(rate)}/s"]
-        if self.show(done, self.total, "  ".join(filter(None, parts))):
-            return
-        if now - self.last_line < self.every_s:
-            return
-
-        self.last_line = now
-        count = amount(done)
-        eta = ""
-        # The remaining time is known only if the total is known.
-        if self.total:
-            count += f" of {amount(self.total)}"
-            if rate:
-                remaining = max(self.total - done, 0)
-                eta = f"eta {duration(remaining / rate)}"
-        parts = [f"{count} {self.unit}", note, f"{amount(rate)}/s", eta]
-        self.log("  ".join(filter(None, parts)))
-
-    def packed(self, shards: int, samples: int) -> None:
-        """Show the number of packed samples; the `report` callback of data.shards.packing and of repairs."""
-        self(samples, f"{shards} shards")
-
-    def of(self, done: int, total: int) -> None:
-        """Show how many of a total are done; the `report` callback of indexing and checking."""
-        self.total = total
-        self(done)
 
 
 # ------------------------------------------------------------------------ lines of a run
@@ -237,7 +174,7 @@ class Terminal:
         text = as_typed(text)
         if self.handle is None:
             print(text, file=self.stream, flush=True)
-        elif self.waiting.qsize() < MOST_WAITING:
+        elif self.waiting.qsize() < MAX_QUEUED:
             self.waiting.put(text)
         else:
             self.dropped += 1
@@ -261,7 +198,7 @@ class Terminal:
         if self.thread.is_alive():
             # The queue also contains the None, which stands for the line that the thread cannot write.
             lost += self.waiting.qsize() - self.is_move_waiting
-            # rich's bar has replaced stdout and stderr by streams that block like the terminal.
+            # rich's bar has replaced stdout and stderr with streams that block like the terminal.
             if self.has_bar:
                 sys.stdout = sys.__stdout__
                 sys.stderr = sys.__stderr__
@@ -301,27 +238,27 @@ class Terminal:
     def put(self, bar: LiveBar | None, text: str) -> None:
         """Write a line to the stream, above the bar if there is one."""
         if bar is not None:
-            bar.write(folded(text, bar.rich.console.width))
+            bar.write(wrapped(text, bar.rich.console.width))
         else:
             assert self.handle is not None
             write_all(self.handle, f"{text}\n".encode(self.stream.encoding, "replace"))
 
 
-def folded(text: str, width: int) -> str:
-    """Wrap the long lines of a string at spaces, for a terminal with `width` columns.
+def wrapped(text: str, width: int) -> str:
+    """Wrap a string's long lines at spaces, for a terminal with `width` columns.
 
     Continuation lines are indented. A command stays on one line, so that it can be copied.
     """
     lines = []
     for line in text.splitlines() or [""]:
-        if len(line) <= min(LONGEST_LINE, width):
+        if len(line) <= min(MAX_LINE_LENGTH, width):
             lines.append(line)
             continue
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         words, command, arguments = line.partition(f"{program()} ")
         lines += textwrap.wrap(
             words,
-            min(LONGEST_LINE, width),
+            min(MAX_LINE_LENGTH, width),
             subsequent_indent=indent,
             break_long_words=False,
             break_on_hyphens=False,
@@ -337,7 +274,7 @@ def for_stream(text: str, stream: TextIO) -> str:
     """Return a string as it should be written to a stream: wrapped for a terminal, otherwise unchanged."""
     if not stream.isatty():
         return text
-    return folded(text, shutil.get_terminal_size().columns)
+    return wrapped(text, shutil.get_terminal_size().columns)
 
 
 def handle_of(stream: TextIO | None) -> int | None:
@@ -348,16 +285,6 @@ def handle_of(stream: TextIO | None) -> int | None:
         return stream.fileno()
     except (io.UnsupportedOperation, ValueError):
         return None
-
-
-def is_closed_pipe(stream: TextIO) -> bool:
-    """Return whether a stream is a pipe whose reader has closed it."""
-    handle = handle_of(stream)
-    if handle is None:
-        return False
-    poll = select.poll()
-    poll.register(handle, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def write_all(handle: int, content: bytes) -> None:
@@ -387,17 +314,17 @@ def typed_command() -> str:
 
 
 def echo(line: str) -> None:
-    """Print a line of a command's result immediately, without control characters."""
+    """Print a line of output immediately, without control characters."""
     text = as_typed(printable_lines(line))
     # If there is a bar, write above it with our own wrapping, so that commands in the text can be copied.
     if activity.bar is not None:
-        activity.bar.write(folded(text, activity.bar.rich.console.width))
+        activity.bar.write(wrapped(text, activity.bar.rich.console.width))
     else:
         print(for_stream(text, sys.stdout), flush=True)
 
 
 def write_last(text: str) -> None:
-    """Write a line to stderr before the process exits; give up after a few seconds if the write blocks."""
+    """Write a last line to stderr before the process exits; give up after a few seconds if the write blocks."""
     stream = sys.stderr
     text = for_stream(as_typed(text), stream)
     handle = handle_of(stream)

@@ -37,7 +37,7 @@ def choices(config: object, table: dict[str, tuple[str, ...]]) -> None:
 
 
 def at_least(config: object, least: int, names: tuple[str, ...]) -> None:
-    """Raise ValueError if one of these fields is not an integer of at least `least`."""
+    """Raise ValueError if any of these fields is not an integer of at least `least`."""
     for name in names:
         value = getattr(config, name)
         if not is_integer(value, least):

@@ -1,4 +1,4 @@
-"""Configs of all models: from names to checked configs, and to plain values and back; needs no torch.
+"""Configs of all models: turns names into checked configs, and configs into plain values and back.
 
 How a name becomes a config:
 1. NAME splits the name:     "R50+B/16" -> stem R50, size B, patch 16
@@ -194,7 +194,7 @@ class ViTConfig:
             if getattr(self, name) is not None:
                 checks.at_least(self, 1, (name,))
         if self.pool != "map" and (self.map_heads, self.map_mlp) != (None, None):
-            raise ValueError(f"map_heads and map_mlp are fields of the MAP head, found pool={self.pool}")
+            raise ValueError(f"map_heads and map_mlp require pool=map, found pool={self.pool}")
         if self.map_heads is not None:
             checks.multiple("width", self.width, self.map_heads, f"{self.map_heads} heads of the MAP head")
         checks.multiple("width", self.width, self.heads, f"{self.heads} heads")
@@ -202,9 +202,9 @@ class ViTConfig:
         if self.rope != "none":
             checks.multiple("channels of a head", self.width // self.heads, 4, "4 parts of a rotation")
         if self.rope_grid is not None and (self.rope == "none" or ROPES[self.rope][0] != "index"):
-            raise ValueError(f"rope_grid scales coordinates that are counted in patches, found rope={self.rope}")
+            raise ValueError(f"rope_grid requires a rope with coordinates in patches, found rope={self.rope}")
         if self.pool_prefix and self.pool == "token":
-            raise ValueError("pool_prefix extends a mean or MAP pooling, found pool=token")
+            raise ValueError("pool_prefix requires mean or MAP pooling, found pool=token")
         if self.activation == "swiglu" and self.pool == "map":
             raise ValueError("the MAP head has no SwiGLU: set pool=token or gap, or another activation")
         # sincos2d has four parts: sin and cos of x and of y. learned2d has two: tables of x and of y.
@@ -239,7 +239,7 @@ class ViTConfig:
 
     @property
     def position_slots(self) -> int:
-        """Return the number of prefix tokens with an entry in the position table; 0 for a sincos table."""
+        """Return the number of prefix tokens with a position embedding; 0 for a sincos table."""
         if self.class_slot and self.positions != "sincos2d":
             return self.prefix_tokens
         return 0
@@ -283,7 +283,7 @@ class MaskedConfig(ViTConfig):
         if self.representation:
             raise ValueError(f"a masked model has no classifier: remove representation={self.representation}")
         if self.last_norm == "pooled":
-            raise ValueError("a masked model pools nothing: set last_norm=tokens, or none, found last_norm=pooled")
+            raise ValueError("a masked model does not pool: set last_norm=tokens or none, found last_norm=pooled")
         if not 0 < self.corrupted <= 1 or not 0 <= self.masked + self.swapped <= 1:
             raise ValueError(f"corrupted must be in (0, 1] and masked + swapped at most 1, found {self}")
         # A single patch has no other patch to swap with.
@@ -292,13 +292,13 @@ class MaskedConfig(ViTConfig):
 
     @property
     def vit(self) -> ViTConfig:
-        """Return the config of the ordinary ViT inside."""
+        """Return the config of the ordinary ViT inside the masked model."""
         shared = {field.name: getattr(self, field.name) for field in fields(ViTConfig)}
         return ViTConfig(**shared)
 
     @classmethod
     def around(cls, source: ModelConfig) -> MaskedConfig:
-        """Return the config of a masked model with the blocks of a plain ViT, whose head and pooling it drops.
+        """Return the config of a masked model built around a plain ViT, without the ViT's head and pooling.
 
         Raises ValueError with the reason if masked prediction cannot start from this model.
         """
@@ -306,7 +306,7 @@ class MaskedConfig(ViTConfig):
             return source
         reason = ""
         if not isinstance(source, ViTConfig) or source.family != "vit":
-            reason = f"models of family {source.family} have no sequence of patches"
+            reason = f"models of family {source.family} do not process a sequence of patches"
         elif source.stem is not None:
             reason = "its ResNet stem shows the pixels of a patch to the patches around it"
         elif source.last_norm == "pooled":
@@ -381,7 +381,7 @@ VIT_KINDS: dict[str | None, type[ViTConfig]] = {  # by the prefix of the size in
 
 
 def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> ModelConfig:
-    """Return the config of a model name, with fields overridden by `config`; ValueError for a wrong name or value."""
+    """Return the config for a model name, with fields overridden by `config`; ValueError for a bad name or value."""
     parts = NAME.fullmatch(name)
     if parts is None:
         # Handles names such as S16, ViT-S, and timm's vit_small_patch16_224.
@@ -392,7 +392,7 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
             nearest = f"; did you mean {SPELT_SIZES.get(word, word.title())}/{close[2] or 16}?"
         raise ValueError(
             f"{name} is not a model name{nearest}\n"
-            "  expected a size and a patch, as B/16; or R50+B/16, BiT-R50x1, Axial-B/32, Masked-B/16"
+            "  expected a size and a patch, such as B/16; or R50+B/16, BiT-R50x1, Axial-B/32, Masked-B/16"
         )
     # The caller's fields come last in each merge, so that they override those of the name.
     caller_fields = {"image_size": image_size, "classes": classes, **config}
@@ -422,7 +422,7 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
 
 
 def checked(kind: type[Config], values: Mapping[str, object]) -> Config:
-    """Make a config from plain values; for an unknown field, raise ValueError suggesting the nearest name."""
+    """Build a config from plain values; for an unknown field, raise ValueError suggesting the nearest name."""
     types = {field.name: field.type for field in fields(kind)}
     known = list(types)
     hashable: ConfigFields = {}
@@ -443,7 +443,7 @@ def checked(kind: type[Config], values: Mapping[str, object]) -> Config:
 def to_dict(config: ModelConfig) -> ConfigFields:
     """Return the plain values of a config with its family's name, as stored in model.json.
 
-    Switches that are off are left out, so that a new switch does not change the files and stage keys of other models.
+    Disabled switches are omitted, so that a new switch does not change the files and stage keys of other models.
     """
     values = asdict(config)
     for name in (*SWITCHES, "pixel_mean", "pixel_std"):
@@ -453,7 +453,7 @@ def to_dict(config: ModelConfig) -> ConfigFields:
 
 
 def from_dict(values: Mapping[str, object]) -> ModelConfig:
-    """Return the config of `to_dict`'s values, also after conversion to JSON and back."""
+    """Build the config from values returned by `to_dict`, even after a round trip through JSON."""
     config_fields = dict(values)
     family = config_fields.pop("family", None)
     if not isinstance(family, str) or family not in CONFIGS:
@@ -472,7 +472,7 @@ def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
     # A difference without an effect on shapes, such as heads or epsilons, would load without an error and change the
     # computation. Therefore reject all differences outside FREE.
     if source.family != target.family:
-        raise ValueError(f"weights of a {source.family} cannot become a {target.family}")
+        raise ValueError(f"weights of a {source.family} model cannot be transferred to a {target.family} model")
     differences = []
     for field in fields(source):
         old_value = getattr(source, field.name)
@@ -481,7 +481,7 @@ def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
         is_of_pooling = field.name in ("map_heads", "map_mlp", "pool_prefix")
         if is_of_pooling and getattr(source, "pool", None) != getattr(target, "pool", None):
             continue
-        # The initial value of an existing LayerScale does not matter any more.
+        # The initial value of an existing LayerScale no longer matters.
         if field.name == "layer_scale" and None not in (old_value, new_value):
             continue
         if old_value != new_value and field.name not in FREE:

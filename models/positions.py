@@ -16,13 +16,13 @@ from models import checks
 from models.configs import ROPES, ViTConfig
 
 # B batch, T tokens (prefix first, then the grid row by row), N = rows x columns, D width, H heads, d = D/H
-# S = slots + N entries of a table; slots is the number of prefix tokens that have an entry
+# S = slots + N entries of a table; slots is the number of prefix tokens with an entry
 Grid = tuple[int, int]  # (rows, columns)
 Rotation = tuple[Tensor, Tensor]  # cosine and sine, each (1 or H, T, d), or (B, 1 or H, T, d)
 
 
 class Added(nn.Module):
-    """Adds a table to the last `slots + N` tokens; `slots` is the number of prefix tokens with an entry."""
+    """Adds a position table to the last `slots + N` tokens; `slots` counts prefix tokens with a position embedding."""
 
     def __init__(self, grid: Grid, width: int, slots: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Added(nn.Module):
 
 
 class Learned(Added):
-    """A learned entry for each position: `table` (1, S, D)."""
+    """A learned embedding for each position: `table` (1, S, D)."""
 
     def __init__(self, grid: Grid, width: int, slots: int) -> None:
         super().__init__(grid, width, slots)
@@ -76,7 +76,7 @@ class Learned2d(Added):
 
 
 class Sincos2d(Added):
-    """big_vision's fixed table, which has no entries for prefix tokens and nothing to learn."""
+    """big_vision's fixed sine-cosine table, without parameters and without entries for prefix tokens."""
 
     def entries(self, grid: Grid, like: Tensor) -> Tensor:
         return sincos2d(grid, self.width, like.device).to(like.dtype)
@@ -145,7 +145,7 @@ class Rotary(nn.Module):
             self.frequencies = nn.Parameter(torch.empty(2, config.heads, self.head_width // 2))
 
     def forward(self, tokens: Tensor, grid: Grid | None = None, kept: Tensor | None = None) -> Rotation:
-        """Return cosine and sine of the angles of tokens (B, T, D); `kept` (B, K) are the patches that are not dropped.
+        """Return cosine and sine of the angles of tokens (B, T, D); `kept` (B, K) are the patches left after dropping.
 
         `grid` is the patch grid if the images are smaller than the config's.
         """
@@ -169,7 +169,7 @@ class Rotary(nn.Module):
 def rotation(
     rope: str, grid: Grid, reference: Grid | None, head_width: int, prefix: int, device: torch.device
 ) -> Rotation:
-    """Return the tables (1, prefix + N, d) of a row of ROPES with fixed frequencies."""
+    """Return the cosine and sine tables (1, prefix + N, d) for a row of ROPES with fixed frequencies."""
     # Tensors of the inference mode could not be saved for a backward pass.
     with torch.inference_mode(False):
         _, base, _, _, _ = ROPES[rope]
@@ -182,7 +182,7 @@ def rotation(
 
 
 def coordinates(rope: str, grid: Grid, reference: Grid | None, device: torch.device) -> Tensor:
-    """Return the coordinates (N, 2) of the patches along both axes, in the order of the axes of a row of ROPES."""
+    """Return the coordinates (N, 2) of the patches, with the axes in the order of a row of ROPES."""
     kind, _, axes, offset, _ = ROPES[rope]
     sides = []
     for axis, length in enumerate(grid):

@@ -34,14 +34,14 @@ def same_padding(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Ten
 
 
 class StdConv(nn.Conv2d):
-    """A convolution that standardises its filters over (in, kh, kw) to mean 0 and deviation 1 in every forward pass."""
+    """A convolution that standardises its filters over (in, kh, kw) to mean 0 and standard deviation 1 on each call."""
 
     def __init__(self, inside: int, outside: int, kernel: int, stride: int = 1) -> None:
         super().__init__(inside, outside, kernel, stride, bias=False)
 
 
 class StemConv(StdConv):
-    """The stem's convolution: adds epsilon to the deviation (or to the variance, like timm); pads like TensorFlow."""
+    """The stem's convolution: pads like TensorFlow; adds epsilon to the standard deviation, or to timm's variance."""
 
     variance_eps: float | None = None
 

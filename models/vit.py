@@ -7,7 +7,7 @@
 2. `Block`, `MapHead`, `ViT`                            the model: embed, encode, features, head
 3. `AxialViT`                                           a ViT whose blocks attend along rows and columns
 
-The switches of later ViTs (SWITCHES in configs.py) act when the model is built: a layer that is off is None.
+The switches of later ViTs (SWITCHES in configs.py) act when the model is built: a disabled layer is None.
 
 Every parameter belongs to a submodule that is called, never to the model itself: ZeRO-3 gathers parameters when their
 module runs, so `features` and `encode` work under ZeRO-3 too.
@@ -424,7 +424,7 @@ class ViT(nn.Module):
                 x = checkpoint(block, x, relative, block_queries, rotation, use_reentrant=False)
             else:
                 x = block(x, relative, block_queries, rotation)
-        # Over all tokens and before pooling, as in the original; a norm of the pooled vector computes something else.
+        # Over all tokens and before pooling, as in the original; normalising the pooled vector gives other results.
         return self.norm(x)
 
     def features(self, images: Tensor, kept: Tensor | None = None) -> Tensor:
@@ -459,7 +459,7 @@ class ViT(nn.Module):
 
 
 def position_table(state: dict[str, Tensor], config: ViTConfig) -> Tensor:
-    """Return the first added table of a state dict as one tensor (1, S, D), whatever the kind of positions."""
+    """Return the first added position table in a state dict as one tensor (1, S, D), for any kind of positions."""
     # Built from the config, so that weights of a file can be inspected without building a model.
     module = positions.ADDED[config.positions](config.grid, config.width, config.position_slots)
     parameters = {}

@@ -105,7 +105,7 @@ def transfer(
     # In the order of the target's parameters, because each draw from the generator affects the next.
     for name, shape in tensor_shapes(catalog.empty(target).named_parameters()).items():
         old = weights.get(name)
-        # A new class token's position entry starts at zero, as in tables that already have entries (`fit_slots`).
+        # A new class token's position embedding starts at zero, as in tables that already have entries (`fit_slots`).
         if old is None and name.endswith(".slot"):
             state[name] = torch.zeros(shape)
             new.append((name, None, shape))
@@ -129,7 +129,7 @@ def transfer(
             dropped.append((name, tuple(weight.shape), None))
     # The rules above know which fields may differ; this check finds parameters that they failed to adapt.
     check_weights(state, target)
-    # The similarity of neighbouring positions before and after, for tables that are added to tokens on the grid.
+    # The similarity of neighbouring positions before and after, for tables added to tokens on the grid.
     drift = None
     if isinstance(source, ViTConfig) and isinstance(target, ViTConfig) and source.positions in positions.ADDED:
         drift = (neighbour_similarity(weights, source), neighbour_similarity(state, target))
@@ -183,7 +183,7 @@ def fit_slots(table: Tensor, slots: int, new_slots: int) -> Tensor:
 def resize_patches(weight: Tensor, patch: tuple[int, int]) -> Tensor:
     """Resize patch filters (D, C, h, w) by the pseudo-inverse resize of FlexiViT (Beyer et al. 2023).
 
-    The new filter responds to a bilinearly enlarged patch as the old filter responded to the original patch.
+    The new filter responds to a bilinearly enlarged patch as the old filter does to the original patch.
     """
     old = tuple(weight.shape[2:])
     # Enlarging is linear: its results for single pixels form its matrix.

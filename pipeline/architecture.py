@@ -58,7 +58,7 @@ def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -
 def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelConfig:
     """Return the config of the model that a stage trains, given the config of its initial weights (`source`).
 
-    A classifier initialised from a masked model uses the ViT inside it, and a masked model may start from a plain ViT.
+    A classifier initialised from a masked model uses that model's ViT, and a masked model may start from a plain ViT.
     A new head starts with zero bias (SPEC 1.5) unless the stage's own `model` section sets `head_bias`.
 
     Raises ConfigError if the stage's objective cannot train this model.
@@ -124,7 +124,7 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
 
 
 def check_shape(ops: str | None, model: ModelConfig, key: str) -> None:
-    """Raise ConfigError if the preprocessing `ops` do not output the model's image size; `key` is their config key."""
+    """Raise ConfigError unless the preprocessing `ops` produce images of the model's size; `key` is the config key."""
     if not ops or model.family == "bit":  # a ResNet accepts any size
         return
     height, width, _ = shape_of(ops)

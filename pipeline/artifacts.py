@@ -43,12 +43,12 @@ EXCLUDED_STEPS = "excluded-steps.json"
 SEARCHES = "searches"
 # Key in done.json: why this run of a sweep diverged.
 DIVERGED = "diverged"
-NEEDED_FILES = (WEIGHTS, CONFIG)  # required in every folder of weights
-BESIDE_WEIGHTS = (CLASSES, PREPROCESSING)  # optional files in a folder of weights
-WEIGHT_FILES = (*NEEDED_FILES, *BESIDE_WEIGHTS)
+REQUIRED_FILES = (WEIGHTS, CONFIG)  # required in every folder of weights
+OPTIONAL_FILES = (CLASSES, PREPROCESSING)  # optional files in a folder of weights
+WEIGHT_FILES = (*REQUIRED_FILES, *OPTIONAL_FILES)
 # Output files that other stages and commands read. Logs are excluded: they keep growing, and no result depends on them.
-HANDED_ON = (*WEIGHT_FILES, "metrics.json", "evaluation.json", "report.txt", "stage.json", TASK, PROVENANCE)
-SAY_AFTER_S = 5.0  # log a verification that takes longer, in seconds
+OUTPUT_FILES = (*WEIGHT_FILES, "metrics.json", "evaluation.json", "report.txt", "stage.json", TASK, PROVENANCE)
+LOG_AFTER_S = 5.0  # log a verification that takes longer, in seconds
 
 
 # ------------------------------------------------------------------------ records
@@ -85,14 +85,14 @@ def read_done(folder: Path) -> dict[str, Any] | None:
 
 
 def started_s(folder: Path) -> float:
-    """Return the time at which a stage first started, in seconds since 1970."""
+    """Return the Unix time, in seconds, at which a stage first started."""
     return recorded_s(folder / "stage.json", "started")
 
 
 def recorded_s(path: Path, entry: str) -> float:
-    """Return a record's time under the key `entry`, in seconds since 1970, or the file's mtime if there is none.
+    """Return the Unix time that a record stores under `entry`, or the file's mtime if the entry is missing.
 
-    The mtime is also returned for a truncated or altered record.
+    The mtime is also returned if the record is truncated or altered.
     """
     # The stage's status line reports altered records.
     with suppress(DataError):
@@ -105,7 +105,7 @@ def recorded_s(path: Path, entry: str) -> float:
 # ------------------------------------------------------------------------ files
 
 
-def digests(folder: Path, names: Iterable[str] = HANDED_ON) -> dict[str, FileRecord]:
+def digests(folder: Path, names: Iterable[str] = OUTPUT_FILES) -> dict[str, FileRecord]:
     """Return the size and sha256 of each of these files in the folder; missing files are omitted."""
     records: dict[str, FileRecord] = {}
     for name in names:
@@ -123,11 +123,11 @@ def digest_of(path: Path) -> FileRecord:
 
 
 def record_weights(folder: Path, values: Mapping[str, object]) -> None:
-    """Write provenance.json for weights outside a run: `values`, such as their origin, and their digests."""
+    """Write provenance.json for weights outside a run: `values`, such as their origin, and the files' digests."""
     write_record(folder / PROVENANCE, {**values, "files": digests(folder, WEIGHT_FILES)})
 
 
-class Covering(NamedTuple):
+class DigestRecord(NamedTuple):
     """The record (done.json or provenance.json) that lists the digests of a folder's files."""
 
     path: Path
@@ -135,7 +135,7 @@ class Covering(NamedTuple):
     files: dict[str, FileRecord]
 
 
-def covering_record(folder: Path) -> Covering | None:
+def digest_record(folder: Path) -> DigestRecord | None:
     """Return the record with the digests of a folder's files, or None if the folder has none. Raises DataError."""
     for name in (DONE, PROVENANCE):
         path = folder / name
@@ -143,13 +143,13 @@ def covering_record(folder: Path) -> Covering | None:
             continue
         values = read_record(path)
         if "files" in values:
-            return Covering(path, values, values["files"])
+            return DigestRecord(path, values, values["files"])
     return None
 
 
 def recorded_sha256(folder: Path) -> str | None:
-    """Return the recorded sha256 of a folder's weights; None if no record lists them. Raises DataError."""
-    covering = covering_record(folder)
+    """Return the recorded sha256 of a folder's weights, or None if no record contains it. Raises DataError."""
+    covering = digest_record(folder)
     if covering is None or WEIGHTS not in covering.files:
         return None
     return covering.files[WEIGHTS]["sha256"]
@@ -161,7 +161,7 @@ def check_files(folder: Path, log: Callable[[str], None]) -> bool:
     Logs a line if the verification took long. Raises DataError for the first altered file.
     """
     began = time.monotonic()
-    covering = covering_record(folder)
+    covering = digest_record(folder)
     if covering is None:
         return False
     total_bytes = 0
@@ -174,11 +174,11 @@ def check_files(folder: Path, log: Callable[[str], None]) -> bool:
 def log_if_slow(began: float, checked_bytes: int, folder: Path, log: Callable[[str], None]) -> None:
     """Log a verification that took more than a few seconds, to explain the delay to the user."""
     seconds = time.monotonic() - began
-    if seconds > SAY_AFTER_S:
+    if seconds > LOG_AFTER_S:
         log(f"verified {checked_bytes / 1e9:.1f} GB in {folder} in {seconds:.0f} s")
 
 
-def check_file(path: Path, expected: FileRecord, covering: Covering) -> FileRecord:
+def check_file(path: Path, expected: FileRecord, covering: DigestRecord) -> FileRecord:
     """Return a file's size and sha256. Raises DataError if they differ from the values in the record, `expected`."""
     if not path.is_file():
         raise altered(path, f"it is missing, although {covering.path.name} lists it", covering)
@@ -206,12 +206,12 @@ def check_weights(folder: Path, log: Callable[[str], None]) -> CheckedWeights:
     altered, OSError if it cannot be read.
     """
     began = time.monotonic()
-    covering = covering_record(folder)
-    is_verified = covering is not None and set(NEEDED_FILES) <= covering.files.keys()
+    covering = digest_record(folder)
+    is_verified = covering is not None and set(REQUIRED_FILES) <= covering.files.keys()
     if covering is not None and is_verified:
         check_file(folder / CONFIG, covering.files[CONFIG], covering)
         # Class names and preprocessing are optional, but must be absent if the record does not list them.
-        for name in BESIDE_WEIGHTS:
+        for name in OPTIONAL_FILES:
             if name in covering.files:
                 check_file(folder / name, covering.files[name], covering)
             elif (folder / name).exists():
@@ -266,7 +266,7 @@ def fetch_weights(storage: Storage, stage: str) -> None:
             except CheckpointError as error:
                 raise DataError(str(error)) from None
     # Delete stale class names and preprocessing, left on this node by a previous owner of the run.
-    for name in BESIDE_WEIGHTS:
+    for name in OPTIONAL_FILES:
         if name not in files:
             (folder / name).unlink(missing_ok=True)
     check_weights(folder, lambda text: None)
@@ -275,8 +275,8 @@ def fetch_weights(storage: Storage, stage: str) -> None:
 # ------------------------------------------------------------------------ errors
 
 
-def altered(path: Path, difference: str, covering: Covering | None) -> DataError:
-    """Build the error for an altered file; the message states what was expected and how to recover."""
+def altered(path: Path, difference: str, covering: DigestRecord | None) -> DataError:
+    """Build the error for an altered file; its message says what was expected and how to recover."""
     folder = path.parent
     copy = f"  restore {path.name} from a copy"
     values = covering.values if covering is not None else {}

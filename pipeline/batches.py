@@ -1,8 +1,8 @@
 """Feeds a worker's micro-batches from the loader to the model, and computes their loss.
 
 1. `planned_ids` returns the samples of a step's global batch and marks those that a hook masks.
-2. `micro_batches` iterates over this worker's micro-batches, starting at a given step; images are on its device, in the
-   image size of the step's phase. A stop request interrupts the wait for the first batch.
+2. `micro_batches` iterates over this worker's micro-batches, starting at a given step. The images are on the worker's
+   device and have the size set for the step's phase. A stop request interrupts the wait for the first batch.
 3. `next_batch` returns the next micro-batch, and reports to the driver which shard it is waiting for.
 4. `begin_forward` seeds the random draws of the forward pass and converts the images to floats.
 5. One of OBJECTIVES, chosen by the recipe's `objective`, returns the loss summed over the micro-batch; the loop weights
@@ -40,7 +40,6 @@ from torch import Tensor
 
 from data.errors import Preempted
 from data.loader import Batch, TrainLoader, prefetched_to_device
-from data.optional import load_optional
 from data.order import Ids
 from models.catalog import normalise
 from pipeline import config
@@ -77,9 +76,9 @@ def samples_in_mean(planned: Ids) -> int:
 
 
 def micro_batches(worker: "Worker", start_step: int) -> Iterator[Batch]:
-    """Iterate over this worker's micro-batches from `start_step` on, on its device.
+    """Iterate over this worker's micro-batches, starting at `start_step`, with their tensors on the worker's device.
 
-    The images have the size of each step's phase.
+    The images have the size set for each step's phase.
     """
     cfg = worker.cfg
     data = worker.data
@@ -165,7 +164,7 @@ def next_batch(worker: "Worker", batches: Iterator[Batch], step: int, planned: I
 
 
 def without_rows(batch: Batch, masked: np.ndarray) -> Batch:
-    """Return the micro-batch with grey pixels and no labels in its masked rows."""
+    """Return the micro-batch with the images of its masked rows replaced with grey and their labels removed."""
     rows = torch.from_numpy(masked).to(batch.images.device)
     images = batch.images.masked_fill(rows[:, None, None, None], GREY)
     labels = batch.labels.masked_fill(rows[:, None], -1)
@@ -227,6 +226,8 @@ def masked_loss(worker: "Worker", step: int, images: Tensor, batch: Batch) -> Te
     that splits the batch into the same micro-batches.
     """
     generator = torch.Generator(worker.group.device).manual_seed(seed_of_micro_batch(worker.cfg.seed, step, batch.ids))
+    from data.optional import load_optional  # imported here, because few stages have this objective
+
     objective = load_optional("models.extras.masked:objective", "objective=masked")
     summed_loss, _ = objective(worker.engine.forward, images, generator, left_out=batch.masked)
     return summed_loss

@@ -36,7 +36,7 @@ class ConfigDataclass(Protocol):
 
 
 MODEL = "model"  # this section may also be just the model's name
-MOST_NAMES = 12  # keys listed in a message
+MAX_NAMES = 12  # keys listed in a message
 # Names that other libraries use for our recipe keys; the error for an unknown key suggests ours.
 OTHER_WORDS = {
     "passes": "epochs epoch num_epochs max_epochs num_train_epochs",
@@ -184,7 +184,7 @@ def _read_section(
     """
     known = [field.name for field in ordered_fields(kind)]
     if not isinstance(section, Mapping):
-        listed = few(known, MOST_NAMES, ", …")
+        listed = few(known, MAX_NAMES, ", …")
         example = ""
         for name, hint in type_hints(kind).items():
             # Suggest the first key that accepts the value, for example data.train=shards for data=shards.
@@ -207,7 +207,7 @@ def _read_section(
             for key in known:
                 if "".join(word[0] for word in key.split("_")) == name:  # an abbreviation, such as bs for batch_size
                     hint = f"; did you mean {key!r}?"
-            if "known:" in hint and len(known) > MOST_NAMES:
+            if "known:" in hint and len(known) > MAX_NAMES:
                 hint = "\n  all keys: docs/configuration.md, or python -m jobs plan RECIPE --resolved"
             raise ConfigError(f"unknown key {path}{hint}")
         hint = hints[name]

@@ -118,7 +118,7 @@ class Health:
         self, step: int, norm: float, limit: float, finite_norms: Sequence[float], ids: list[list[int]]
     ) -> None:
         """Report a spike with the preceding steps; hooks may add to the record and to the log line."""
-        # Include the complete records of the preceding steps: a roll-back may remove their own records.
+        # Include the complete records of the preceding steps: a rollback may remove their own records.
         recent = list(map(asdict, self.recent))
         usual = statistics.median(finite_norms) if finite_norms else None
         values: dict[str, Any] = {
@@ -149,7 +149,7 @@ class Health:
         dist.broadcast_object_list(newest, src=0)
         last_committed = newest[0]
         happened = f"{self.skipped_in_a_row} consecutive steps up to step {step} had non-finite gradients"
-        # Without a new commit since the last roll-back, another one would return to the same step and fail again.
+        # Without a new commit since the last rollback, another one would return to the same step and fail again.
         if self.excluded and last_committed <= self.excluded[-1].stop:
             stretch = self.excluded[-1]
             weights = "no checkpoint was committed before these steps, so only the initial weights are left"

@@ -22,7 +22,7 @@ import numpy as np
 from pipeline import config
 from pipeline.training_config import TrainConfig
 
-if TYPE_CHECKING:  # these modules import torch, which checking a recipe must not
+if TYPE_CHECKING:  # these modules import torch, which recipe checks must not
     from pipeline.worker import Job, Progress, Setup
 
 HookOptions = Mapping[str, Mapping[str, Any]]  # "module:Class" → arguments of its constructor
@@ -90,7 +90,7 @@ class Hook:
         """Collective: prepare for an attempt; called after its checkpoint is loaded and before its first step."""
 
     def masked(self, step: int, shard: np.ndarray, sample: np.ndarray) -> np.ndarray | None:
-        """Return a boolean array of the samples to mask in a step (counted from 0), or None to mask none of them."""
+        """Return a boolean array of the samples to mask in a step (counted from 0), or None to mask nothing."""
         return None
 
     def before_save(self, progress: "Progress") -> None:

@@ -185,7 +185,7 @@ def differences(workers: Sequence[Identity], names: Sequence[str]) -> list[Diffe
 
 
 def code_mismatch(workers: Sequence[Identity], code: str) -> str:
-    """Describe the first worker whose code differs from the driver's (digest `code`); "" if no worker's code does."""
+    """Describe the first worker whose code differs from the driver's (digest `code`); "" if there is none."""
     others = [worker for worker in workers if worker["code"] != code]
     if not others:
         return ""

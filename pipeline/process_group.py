@@ -1,7 +1,7 @@
 """Joins the process group of an attempt's workers, and checks at the start that all workers are compatible.
 
-`join_group` joins the group, with a time-out for all collectives. In:  RANK, WORLD_SIZE, LOCAL_RANK and the address of
-rank 0 in the environment, under every backend. Out: torch's and DeepSpeed's default group, and this worker's device.
+`join_group` joins the group, with a timeout for all collectives. It reads RANK, WORLD_SIZE, LOCAL_RANK and the address
+of rank 0 from the environment, creates the default group of torch and DeepSpeed, and returns this worker's device.
 
 `check_start` checks before training whether all workers run the same code, and whether the run directory is the same
 storage for all of them:
@@ -63,8 +63,8 @@ SKEW_S = 1.0  # log clock differences above this: records, incidents and the acc
 def join_group(timeout_s: float) -> torch.device:
     """Join the process group (NCCL on GPUs, gloo otherwise) if necessary, and return this worker's device.
 
-    Workers that share a GPU also use gloo, because NCCL does not support GPU sharing. The time-out also applies to
-    later groups, because DeepSpeed creates groups without passing a time-out. Raises ClusterError if there are too few
+    Workers that share a GPU also use gloo, because NCCL does not support GPU sharing. The timeout also applies to
+    later groups, because DeepSpeed creates groups without passing a timeout. Raises ClusterError if there are too few
     GPUs.
     """
     deepspeed = import_deepspeed()
@@ -95,7 +95,7 @@ def join_group(timeout_s: float) -> torch.device:
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timeout, device_id=bound_device)
     send_as_json()
-    dist.new_group = partial(dist.new_group, timeout=timeout)  # also for callers that pass no time-out
+    dist.new_group = partial(dist.new_group, timeout=timeout)  # also for callers that pass no timeout
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     return device
 
@@ -196,7 +196,7 @@ class MallocInfo(ctypes.Structure):
 def fetch_init(storage: Storage, init: str) -> None:
     """Collective: download the weights of another stage in this run, once per node, if the nodes share no folder.
 
-    Raises DataError if they differ from what that stage wrote, StorageError.
+    Raises DataError if they differ from the files that the stage wrote; also raises StorageError.
     """
     # A path outside the run must exist on every node; a node without it reports it as missing later.
     if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(storage.local):

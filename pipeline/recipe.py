@@ -64,7 +64,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         text = os.environ[variable] if is_in_environment else path.read_text("utf-8-sig")
         recipe = OmegaConf.create(text)
     except FileNotFoundError:
-        raise ConfigError(f"no recipe at {path}\n  to list the recipes of Patchline, run ls jobs/recipes") from None
+        raise ConfigError(f"no recipe at {path}\n  to list Patchline's recipes, run ls jobs/recipes") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder\n  expected a recipe (a YAML file); run ls {path}/*.yaml") from None
     except UnicodeDecodeError as error:
@@ -87,7 +87,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def not_yaml(path: Path, text: str, error: YAMLError) -> ConfigError:
-    """Build the error for a recipe with invalid YAML; it contains the line number, the line and what was expected."""
+    """Build the error for invalid YAML in a recipe, with the line number, the line and what was expected."""
     mark = getattr(error, "problem_mark", None)
     problem = str(getattr(error, "problem", None) or str(error).splitlines()[0])
     expected = "the keys of a section in the same column, as `key: value`"
@@ -175,7 +175,7 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
 
 
 def refuse_secret_variables(values: object, key: str = "") -> None:
-    """Raise ConfigError if any value refers to an environment variable whose name looks like a secret's name.
+    """Raise ConfigError if any value refers to an environment variable whose name suggests a secret.
 
     The secret would become part of the config, which is saved with a run's records, checkpoints and weights, shown by
     commands and on pages, and sent to trackers.

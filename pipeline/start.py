@@ -59,7 +59,7 @@ from pipeline.values import counted
 from pipeline.variables import note_values, recorded
 from pipeline.worker import Group, Job, Progress, Setup, StageData, StopRequest, TrainingLog
 
-MOST_COMPILED = 64  # maximum number of compiled versions of a block; each number of tokens needs one
+MAX_COMPILED = 64  # maximum number of compiled versions of a block; each number of tokens needs one
 
 
 class WorkerTask(NamedTuple):
@@ -186,7 +186,7 @@ def join(cfg: TrainConfig, job: Job) -> Group:
 def build(task: WorkerTask, group: Group, init: str | None) -> Worker:
     """Collective: build this worker's model, engine, data and hooks; `init` is the path of initial weights, if any.
 
-    Raises ConfigError, DataError, StorageError.
+    Raises ConfigError, DataError and StorageError.
     """
     cfg = task.cfg
     job = task.job
@@ -286,13 +286,13 @@ def build_model(
     # number, but a resumed run that only sees the second number would specialise on it: other kernels, other bits.
     models.compile_blocks(model, dynamic=False)
     # Above torch's default limit of 8 versions, a block would run uncompiled, with other bits than after a resume.
-    torch._dynamo.config.recompile_limit = MOST_COMPILED
+    torch._dynamo.config.recompile_limit = MAX_COMPILED
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     return model
 
 
 def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engine:
-    """Wrap the model in the DeepSpeed engine, or in exact mode in the engine that sums in a fixed order."""
+    """Wrap the model in the DeepSpeed engine or, in exact mode, in the engine that sums gradients in a fixed order."""
     settings = engine_settings(cfg, accumulation)
     decayed = models.decayed_parameters(model)
     if cfg.exact_parts:
@@ -391,7 +391,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
 
 
 def flat_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested mappings: values of inner mappings keep only their own names."""
+    """Flatten nested mappings into one whose keys are the innermost names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         flat |= value if isinstance(value, Mapping) else {name: value}
@@ -426,5 +426,5 @@ def check_masked(worker: Worker, progress: Progress) -> None:
     if masked_by(worker.hooks, step, np.array([shard]), np.array([first])) is None:
         raise CheckpointError(
             f"the checkpoint of step {progress.step} masks samples, but this task has no hook that masks them\n"
-            "  run the code that started the run: it has jobs/extras/async_evaluation and pipeline/extras/replays"
+            "  use the checkout that started the run, with jobs/extras/async_evaluation and pipeline/extras/replays"
         )

@@ -259,7 +259,7 @@ def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None
     if are_too_many_bad:
         raise DataError(
             f"{bad_share}\n"
-            "  log.txt names examples; to count all of them by reason, run\n"
+            "  log.txt lists examples; to count all of them by reason, run\n"
             f"  python -m jobs data check {' or '.join(worker.job.train)}"
         )
 
@@ -270,7 +270,7 @@ def finish_step(
     """Collective, once per step: run the optimizer step, and sum the counts and stop requests of all workers.
 
     `samples` is the number of samples over which the loss is averaged. Returns (mean loss, number of bad samples,
-    whether any worker was asked to stop, whether every worker has written its checkpoint file).
+    whether any worker received a stop request, whether every worker has written its checkpoint file).
     """
     # Reduce these numbers together with the gradient norm, for which the host must wait anyway because it decides
     # whether the optimizer steps. A separate reduction would add a second wait to every step.

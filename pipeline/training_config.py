@@ -48,7 +48,7 @@ class MixedConfig:
 class DataConfig:
     """The data of a stage, and how it is read. A path can be "@stage/name", the output of another stage."""
 
-    train: str | None = None  # index or folder of the set; or "@stage/name"; or use `mixture`
+    train: str | None = None  # index or folder of the set; "@stage/name"; a URL of its tars; or use `mixture`
     mixture: dict[str, MixedConfig] = field(default_factory=dict)  # several sets with the same classes, by name
     drop: tuple[str, ...] = ()  # names of lost or corrupt shards to exclude; the number of steps stays the same
     samples: int | None = None  # number of samples that `plan` assumes while an index does not exist yet
@@ -188,9 +188,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class TrainConfig(SavingConfig, EngineConfig):
-    """The config of a trained stage; its defaults, except for `optim.clip`, are the paper's for ViT-B/16 (table 3).
+    """The config of a trained stage; its defaults are those of the paper's ViT-B/16 (table 3), except for `optim.clip`.
 
-    They are the values for pretraining on JFT-300M.
+    The paper uses these values for pretraining on JFT-300M.
 
     The objective "masked" (paper, B.1.2) trains a "Masked-…" model; `target`, `corrupted`, `masked` and `swapped` are
     keys of `model`. Labels are not read and may be missing. A later stage can fine-tune the ViT inside this model.
@@ -215,7 +215,7 @@ class TrainConfig(SavingConfig, EngineConfig):
     evaluate_every: int = 0  # steps between evaluations; 0: only at the end
     probe: ProbeConfig = field(default_factory=ProbeConfig)  # few-shot probe during training, at every evaluation
     log_every: int = 50  # steps between log lines
-    max_skipped: int = 5  # consecutive non-finite steps before a roll-back; exit 70 if that does not help
+    max_skipped: int = 5  # consecutive non-finite steps before a rollback; exit 70 if that does not help
     timeout_s: float = 1800.0  # longest wait in a collective for workers that have not joined it
     stall_s: float = 600.0  # restart the attempt if no worker enters a new phase for this long
 
@@ -312,7 +312,7 @@ def phase_at(step: int, phases: Sequence[Phase]) -> Phase:
 
 
 def has_whole_images(phases: Sequence[Phase]) -> bool:
-    """Return whether there is a phase in which the model sees all patches of an image."""
+    """Return whether the model sees all patches of an image in at least one phase."""
     return any(phase.kept is None for phase in phases)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BYTES_FP32 = 4
 BYTES_BF16 = 2
-MOST_SAMPLES = 2**63 - 1  # limit of the sample counter of a stage
+MAX_SAMPLES = 2**63 - 1  # limit of the sample counter of a stage
 
 
 # ------------------------------------------------------------------------ steps and batches
@@ -116,7 +116,7 @@ def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
     In the first case, the learning rate would never reach its peak, and the training would be wasted. `key` is the
     stage's name.
     """
-    most_steps = MOST_SAMPLES // cfg.batch_size
+    most_steps = MAX_SAMPLES // cfg.batch_size
     require(
         steps <= most_steps,
         f"{key}: {steps:,} steps of {cfg.batch_size:,} images exceed the 64-bit sample counter\n"

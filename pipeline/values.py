@@ -42,7 +42,7 @@ LONGEST = 80  # characters; longer values are truncated in messages
 
 
 class Unit(NamedTuple):
-    """The unit of a key's number, and the unit names that can follow the number."""
+    """The unit of a key's values, and the unit names that may follow a number in a recipe."""
 
     name: str
     factors: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""Keeps the values of environment variables out of records: a recipe's `${oc.env:DATA}/train` is recorded as such.
+"""Keeps the values of environment variables out of records: `${oc.env:DATA}/train` is recorded with the name DATA.
 
     note({"data": {"train": "${oc.env:DATA}/train"}})         DATA is /private/projects
     recorded({"train": "/private/projects/train"})      →  {"train": "${oc.env:DATA}/train (sha256 4be1a02c)"}
@@ -83,7 +83,7 @@ def restored(values: Values, source: object) -> Values:
         if digest_of(used) != match[2]:
             names = ", ".join(VARIABLE.findall(match[1]))
             raise DataError(
-                f"{source} has {match[1]}, but {names} is not set, or has another value than when it was recorded\n"
+                f"{source} contains {match[1]}, but {names} is not set, or its value has changed since then\n"
                 f"  set {names} to that value, then run the same command again"
             )
         return content

@@ -28,7 +28,7 @@ from pipeline.training_data import Arithmetic
 
 @dataclass(frozen=True)
 class Job:
-    """The inputs and folders of one attempt of a stage. Paths are absolute, because workers run in other folders."""
+    """The inputs and folders of one attempt of a stage; paths are absolute, because workers run in other folders."""
 
     run: str  # the run directory, shared by all nodes unless there is a `remote`
     directory: str  # folder of this stage
@@ -73,11 +73,11 @@ class StopRequest:
     signal: threading.Event = field(default_factory=threading.Event)  # set when this process receives SIGTERM
 
     def is_requested(self) -> bool:
-        """Return whether this worker was asked to stop."""
+        """Return whether this worker has received a stop request."""
         return self.signal.is_set() or (self.reads_file and self.file.exists())
 
     def is_requested_on_node(self) -> bool:
-        """Return whether the workers on this node were asked to stop; reads the file on every rank."""
+        """Return whether the workers on this node have received a stop request; reads the file on every rank."""
         return self.signal.is_set() or self.file.exists()
 
 

@@ -186,7 +186,8 @@ def test_resolved_may_be_anywhere_among_the_overrides(recipe, capsys, words):
     out = capsys.readouterr().out
     pretrain = yaml.safe_load(out)["pretrain"]
     assert (pretrain["seed"], pretrain["keep"]) == (5, 7)
-    assert out.endswith("\n") and not out.endswith("\n\n"), "a file that it is written to has no empty last line"
+    assert out.endswith("\n"), "a file that it is written to has no empty last line"
+    assert not out.endswith("\n\n"), "a file that it is written to has no empty last line"
 
 
 def test_a_built_in_recipe_is_found_from_any_folder(tmp_path, monkeypatch, capsys):
@@ -196,7 +197,7 @@ def test_a_built_in_recipe_is_found_from_any_folder(tmp_path, monkeypatch, capsy
     assert main(["plan", "digit"]) == 78
     assert "no recipe at digit\n  did you mean digits?" in capsys.readouterr().err
     assert main(["plan", "quite-another"]) == 78
-    assert "built-in recipes: cifar10, digits, vit_b16_i1k" in capsys.readouterr().err
+    assert "built-in recipes: cifar10, cifar10_bit, digits, vit_b16_i1k" in capsys.readouterr().err
 
 
 def test_a_folder_is_not_a_recipe_and_does_not_hide_a_built_in_one(tmp_path, monkeypatch, capsys):

@@ -384,7 +384,7 @@ def test_altered_log_or_status_is_named_and_never_reported_as_a_bug(tmp_path, ca
     (stage / "stage.json").write_text("{}")
     write_status(tmp_path / "run", None, "running", "python -m jobs run digits")
     monkeypatch.setattr(ownership, "PERIOD_S", 0.01)  # a command watches an unreadable lease
-    monkeypatch.setattr(ownership, "READ_AGAIN_S", 0.0)
+    monkeypatch.setattr(ownership, "READ_RETRY_S", 0.0)
     lease = Lease(Folder(tmp_path / "run"), print)
     lease.record["pid"] = 4_999_999
     lease.take()

@@ -295,7 +295,8 @@ def test_a_host_that_comes_back_under_its_old_name_at_once_is_another_one(cluste
     cluster.join(victim)
     go_on(driver, attempt=2)
     assert driver.wait(AGAIN_S) == 0, driver.said
-    assert f"on {victim}, " in verdict(driver) and "its node " in verdict(driver), verdict(driver)
+    assert f"on {victim}, " in verdict(driver), verdict(driver)
+    assert "its node " in verdict(driver), verdict(driver)
     assert_same(run, twin)
 
 
@@ -625,7 +626,8 @@ def test_a_preflight_names_the_slow_link_and_is_content_when_it_is_mended(cluste
     warning = re.search(
         r"^WARN links +all 3 pairs of workers; slowest \d–\d \((\w+), (\w+)\).*\n +→ (.*)", said_then, re.M
     )
-    assert warning is not None and "h2" in warning.groups()[:2], said_then
+    assert warning is not None, said_then
+    assert "h2" in warning.groups()[:2], said_then
     assert warning[3].startswith("look at h2's cable")
     code, said_now = preflight(cluster, shared / "preflight", "cluster.workers=3", "pretrain.batch_size=24")
     assert code == 0

@@ -52,6 +52,22 @@ WALLS = (
     ("jobs.cluster", "jobs.run"),
 )  # the first does not import the second
 
+# Files whose tests compare a core module with an extra: they need the same fixtures for both.
+TESTS_OF_CORE_AND_EXTRAS = {
+    "test_data/index/test_tar.py",
+    "test_data/remote/test_cache.py",
+    "test_data/shards/test_indexing.py",
+    "test_data/shards/test_packing.py",
+    "test_data/shards/test_subset.py",
+    "test_data/test_storage.py",
+    "test_jobs/recipe/test_class_names.py",
+    "test_jobs/recipe/test_recipes.py",
+    "test_jobs/recipe/test_records.py",
+    "test_jobs/recipe/test_references.py",
+    "test_models/test_initial.py",
+    "test_pipeline/engine/test_engine.py",
+}
+
 KIND_MODULES = sorted({place.partition(":")[0] for place in KINDS.values()})
 
 
@@ -199,6 +215,17 @@ def test_the_core_imports_no_extra() -> None:
     from benchmarks import house  # not in the copies of tests/test_without_extras.py, which collect this file
 
     assert house.imports_of_extras(house.modules_in(ROOT)) == []
+
+
+def test_tests_of_core_modules_import_no_extra() -> None:
+    """Their files have the path of a core module; files at the top of tests/ run campaigns with everything."""
+    importers = set()
+    for package in PACKAGES:
+        for path in (ROOT / "tests" / f"test_{package}").rglob("*.py"):
+            modules = [module for _, module in imports(path.read_text())]
+            if "extras" not in path.parts and any(is_extra(module) for module in modules):
+                importers.add(str(path.relative_to(ROOT / "tests")))
+    assert importers <= TESTS_OF_CORE_AND_EXTRAS
 
 
 def test_no_two_classes_share_a_name() -> None:

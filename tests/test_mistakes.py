@@ -42,7 +42,7 @@ pretrain:
   micro_batch: 4
   precision: fp32
 """
-MOST_LINES = 6
+MAX_LINES = 6
 INTERNALS = re.compile(
     r"Traceback|\w+Config\b|Dict\[|codec|<class|\w+Error\b|pydantic|omegaconf|NoneType|0x[0-9a-f]{4}"
 )
@@ -116,7 +116,7 @@ COMMANDS = """
 65 pack folder tars out                       => 1 tars|python -m jobs index tars
 65 pack folder photos photos                  => photos is inside the source|use another folder
 64 pack folder photos tiny.yaml               => tiny.yaml is a file|expected a folder
-65 pack folder photos shards/train            => a finished set|use another folder
+65 pack folder photos shards/train            => a finished data set|use another folder
 74 pack folder photos /sys/out                => /sys/out|a folder that this user may write
 65 pack table tiny.yaml out                   => expected columns path and label|the first line of a CSV is path,label
 65 pack table photos out                      => photos is a folder|expected a CSV or Parquet file
@@ -328,7 +328,7 @@ def check_answer(capsys: pytest.CaptureFixture[str], words: str) -> None:
     answer = "\n".join(lines)
     for part in words.split("|"):
         assert part in answer, answer
-    assert len(lines) <= MOST_LINES, answer
+    assert len(lines) <= MAX_LINES, answer
     assert not INTERNALS.search(answer), answer
 
 

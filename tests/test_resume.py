@@ -128,7 +128,8 @@ def test_under_ray_a_killed_worker_and_agent_leave_no_trace_either(
         run_campaign(loaded, only="pretrain", watchers=[scraper, "jobs.extras.monitor.gauges:Gauges"])
         killer.join(timeout=1)
         out = capsys.readouterr().out
-        assert not killer.is_alive() and "dashboard: http://127.0.0." in out, f"{plan}, FAULT_SEED={SEED}\n{out}"
+        assert not killer.is_alive(), f"{plan}, FAULT_SEED={SEED}\n{out}"
+        assert "dashboard: http://127.0.0." in out, f"{plan}, FAULT_SEED={SEED}\n{out}"
         assert "worker 1 on" in out
         assert "killed by SIGKILL; restarting from step 40" in out
         died = "its node's agent died (killed, or crashed), together with its workers; restarting from step"

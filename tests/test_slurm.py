@@ -168,7 +168,8 @@ def test_a_run_in_a_bucket_commits_ahead_of_the_limit_goes_on_and_stays_out_of_t
     job = submit(network, "--time=4 --signal=B:USR1@120", words)
     wait_for_log(shared, job, "checkpoint step 50 committed", 300)
     told = slurm(network, "python -m jobs status s3://images/runs/limit")
-    assert f", Slurm job {job}): " in told and "now  running, started" in told, told
+    assert f", Slurm job {job}): " in told, told
+    assert "now  running, started" in told, told
     wait_for_log(shared, job, f"the campaign ended with exit code 75, start 1 of job {job}", 300)
     assert "slurm: the time limit is near; asking the campaign to commit" in log_of(shared, job)
     wait_for_log(shared, job, "attempt 2: resumed from step ", 500)
@@ -178,5 +179,6 @@ def test_a_run_in_a_bucket_commits_ahead_of_the_limit_goes_on_and_stays_out_of_t
     slurm(network, f"scancel --batch --signal=TERM {job}")
     wait_for(network, f"scontrol show job {job}", "JobState=FAILED", 240)
     state = slurm(network, f"scontrol show job {job}")
-    assert "ExitCode=75:0" in state and "Restarts=1" in state, state
+    assert "ExitCode=75:0" in state, state
+    assert "Restarts=1" in state, state
     assert "slurm: stop requested; asking the campaign to commit" in log_of(shared, job)

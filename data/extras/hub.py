@@ -1,13 +1,14 @@
 """Data sets on the Hugging Face Hub: `hf://datasets/OWNER/NAME[@REVISION]/train/*.tar`.
 
-How a set on the Hub is read:
-1. `pin` requests the commit of the revision once, when a set is indexed or packed, and stores it in `hub.json`. The
-   index names this commit, so all nodes and all later commands read the same files.
-2. `file_system` returns huggingface_hub's client, which lists the files: one listing for a set, not one for a worker.
-3. `request_file` reads a byte range. The Hub redirects to a signed address of its storage. Later requests use this
-   address directly, which spares the Hub's rate limit, until it expires; then the Hub is asked for another one.
+How a data set on the Hub is read:
+1. `pin` requests the commit of the revision once, when a data set is indexed or packed, and stores it in `hub.json`.
+   The index contains this commit, so all nodes and all later commands read the same files.
+2. `file_system` returns huggingface_hub's client, which lists the files: once per data set, not once per worker.
+3. `request_file` reads a byte range. The Hub redirects to a signed address of its storage. Until it expires, later
+   requests use this address directly, and so do not count towards the Hub's rate limit; after that, the Hub gives
+   a new one.
 
-    pin("hf://datasets/me/photos/train/*.tar", Path("indexes/photos"), cache.patiently, 30.0)
+    pin("hf://datasets/me/photos/train/*.tar", Path("indexes/photos"), cache.with_retries, 30.0)
     →   hf://datasets/me/photos@6f1c…/train/*.tar        indexes/photos/hub.json: {"datasets/me/photos@main": "6f1c…"}
 
 The token is HF_TOKEN in the environment, and is sent only to the Hub (HF_ENDPOINT, or huggingface.co). A token that
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from data.checks import redacted
 from data.errors import DataError, StorageError
 from data.files import write_atomically
 from data.remote.urls import DENIALS, Refused, Throttled, request_https
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PINS = "hub.json"  # record of the commits, next to an index or in the folder of a pack stage
-MOST_SIGNED = 1000  # signed addresses kept by a process
+MAX_SIGNED = 1000  # signed addresses kept by a process
 ADDRESS = "hf://datasets/OWNER/NAME/train/*.tar, or …/NAME@REVISION/…"
 
 _signed: dict[str, str] = {}  # URL → signed address, without any expiry time; never logged
@@ -53,12 +55,16 @@ def client_package() -> Any:
 
 
 def endpoint() -> str:
-    """Return the address of the Hub."""
-    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    """Return the address of the Hub. Raises Refused if HF_ENDPOINT does not begin with https://."""
+    address = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    # The token would be readable on the way.
+    if not address.startswith("https://"):
+        raise Refused(f"HF_ENDPOINT is {redacted(address)}, expected https://…")
+    return address
 
 
 def token() -> str | bool:
-    """Return the token in the environment; False, which sends none, if there is none."""
+    """Return the token from the environment, or False to send no token."""
     return os.environ.get("HF_TOKEN", "").strip() or False
 
 
@@ -83,11 +89,11 @@ def parsed(url: str) -> Any:
 # ------------------------------------------------------------------------------------ one commit for all readers
 
 
-def pin(url: str, folder: Path, patiently: Callable[[str, Callable[[], str]], str], timeout_s: float) -> str:
-    """Return a URL with the commit of its revision, from the record in a folder if it has this revision.
+def pin(url: str, folder: Path, with_retries: Callable[[str, Callable[[], str]], str], timeout_s: float) -> str:
+    """Replace the revision in a URL with its commit: the commit recorded in `folder`, or else the current one.
 
-    `patiently` repeats a failed request. Raises DataError if the set or its revision does not exist, StorageError if
-    the set is gated and the token has no access.
+    The current commit is then recorded in `folder`. `with_retries` sends a request, with retries. Raises DataError if
+    the data set or its revision does not exist, StorageError if the data set is gated and the token has no access.
     """
     parts = parsed(url)
     name = f"datasets/{parts.id}@{parts.revision or 'main'}"
@@ -96,14 +102,14 @@ def pin(url: str, folder: Path, patiently: Callable[[str, Callable[[], str]], st
     if record.exists():
         pins = json.loads(record.read_text())
     if not COMMIT.fullmatch(pins.get(name, "")):
-        pins[name] = patiently(url, partial(commit_of, url, timeout_s))
+        pins[name] = with_retries(url, partial(commit_of, url, timeout_s))
         record.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(record, json.dumps(pins, indent=1) + "\n")
     return f"hf://datasets/{parts.id}@{pins[name]}/{parts.path_in_repo}".rstrip("/")
 
 
 def commit_of(url: str, timeout_s: float) -> str:
-    """Return the commit of a set's revision, after checking that the token may read the set; errors as in `pin`."""
+    """Return the commit of a data set's revision, after checking the token's access. Raises the errors of `pin`."""
     package = client_package()
     errors = package.errors
     parts = parsed(url)
@@ -121,7 +127,7 @@ def commit_of(url: str, timeout_s: float) -> str:
     except errors.RepositoryNotFoundError:
         raise DataError(
             f"{place}: the Hub has no such data set, or it is private (HF_TOKEN {has_token})\n"
-            f"  expected {ADDRESS}\n  check the name; for a private set, set HF_TOKEN to a token that may read it"
+            f"  expected {ADDRESS}\n  check the name; for a private data set, set HF_TOKEN to a token with access"
         ) from None
     except errors.RevisionNotFoundError:
         raise DataError(
@@ -158,7 +164,7 @@ def request_file(url: str, timeout_s: float, byte_range: str) -> Iterator[http.c
             answer = stack.enter_context(request_https(address, timeout_s, byte_range, authorization))
             # Files that the Hub sends itself need the token each time.
             if urlsplit(answer.url).netloc != urlsplit(endpoint()).netloc:
-                if len(_signed) >= MOST_SIGNED:
+                if len(_signed) >= MAX_SIGNED:
                     _signed.clear()
                 _signed[url] = answer.url
         yield answer

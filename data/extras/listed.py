@@ -1,13 +1,13 @@
-"""Read a list of samples from a file and look the samples up in a set.
+"""Read a list of samples from a file, and look them up in a data set.
 
 A list has one of these formats:
     a text file, one sample per line      n0144, or the shard, a tab and the key
     a .json file with the same entries    ["n0144", ["train-000021.tar", "n0145"]]
-    the leaks.json of `patchline leaks`   all of its training and test samples in this set
+    the leaks.json of `patchline leaks`   all of its training and test samples in this data set
 
-A shard is named by the end of its path, long enough to be unambiguous. A listed sample that the set does not contain is
-an error: otherwise a list for a different set would silently exclude nothing. With a leaks.json, the set must be one of
-the compared sets or a subset of one; a subset need not contain every leaked sample.
+A shard is named by the end of its path, long enough to be unambiguous. A listed sample missing from the data set is an
+error: otherwise a list for a different data set would silently exclude nothing. With a leaks.json, the data set must be
+one of the compared data sets or a subset of one; a subset need not contain every leaked sample.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from data.extras.leaks.document import SIDES, in_pairs, numbers_of, read_leaks
 from data.index.index import Index, shards_called
 
 Listed = tuple[str, str]  # shard and key; the shard is "" if the list does not name it
-MOST_SHOWN = 5  # samples named in an error
+MAX_SHOWN = 5  # samples named in an error
 
 
 def listed_rows(path: str, index: Index) -> np.ndarray:
-    """Return the row numbers of the samples that a file lists, counted over all shards of the set.
+    """Return the row numbers of the samples that a file lists, counted over all shards of the data set.
 
-    Raises DataError if the list is empty, unreadable, or made for a different set.
+    Raises DataError if the list is empty, unreadable, or made for a different data set.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -59,16 +59,17 @@ def listed_rows(path: str, index: Index) -> np.ndarray:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path}: not a list of samples: {error}\n  expected lines of a key, or of a shard, a tab and a key"
+            f"{path}: not a list of samples: {error}\n"
+            "  expected one sample per line: a key, or a shard, a tab and a key"
         ) from None
     return rows_listed(index, samples, path)
 
 
 def leaked_rows(path: str, index: Index) -> np.ndarray:
-    """Return the row numbers of the samples that occur in a pair of a leaks.json, as training or as test sample.
+    """Return the row numbers of the samples in any pair of a leaks.json, whether as training or as test sample.
 
-    Raises DataError if leaks.json covers neither the set nor its parent set, or if a pair names a sample that a
-    compared set does not contain.
+    Raises DataError if leaks.json covers neither the data set nor its parent, or if a pair names a sample that is not
+    in the compared data set.
     """
     leaks = read_leaks(path)
     leaked = np.zeros(index.samples, bool)
@@ -76,8 +77,8 @@ def leaked_rows(path: str, index: Index) -> np.ndarray:
     if not sides:
         digests = [compared.digest[:12] for compared in (*leaks.train, *leaks.test)]
         raise DataError(
-            f"{path}: covers the sets with digests {', '.join(digests)}, but this set has {index.digest[:12]}\n"
-            f"  expected a leaks.json for {index.tables}, or for its parent set"
+            f"{path}: covers data sets with the digests {', '.join(digests)}, but the digest of this one is "
+            f"{index.digest[:12]}\n  expected a leaks.json for {index.tables}, or for its parent data set"
         )
     for side in sides:
         leaked |= in_pairs(leaks, index, side)
@@ -93,10 +94,10 @@ def leaked_rows(path: str, index: Index) -> np.ndarray:
 
 
 def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarray:
-    """Return the row numbers of listed samples, counted over all shards of the set.
+    """Return the row numbers of listed samples, counted over all shards of the data set.
 
-    If a shard contains a key twice, both rows are returned. Raises DataError if samples are missing from the set, or if
-    a key without a shard occurs in several shards. Errors name `path`, the file of the list.
+    If a shard contains a key twice, both rows are returned. Raises DataError if samples are missing from the data set,
+    or if a key without a shard occurs in several shards. Errors name `path`, the file with the list.
     """
     numbers = shard_numbers(index, {shard for shard, _ in samples if shard}, path)
     keys_of_shard: dict[int, set[str]] = {}
@@ -134,7 +135,7 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
     )
     for entries, problem, expected in problems:
         if entries:
-            first = few(entries, MOST_SHOWN, ", …")
+            first = few(entries, MAX_SHOWN, ", …")
             raise DataError(f"{path}: {len(entries):,} of its {problem}: {first}\n  expected {expected}")
     return np.concatenate(rows)
 

@@ -24,7 +24,7 @@ class Reach(TypedDict):
 
 
 def measure_reads(path: str) -> Reach:
-    """Read the beginning of the first, the middle and the last shard of the set with the index at `path`."""
+    """Measure reads from the beginning of the first, middle and last shards of the data set with the index `path`."""
     reach: Reach = {"bytes": 0, "seconds": 0.0, "error": ""}
     began = time.monotonic()
     place = path

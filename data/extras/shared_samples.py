@@ -1,4 +1,4 @@
-"""Count the samples that two sets share, by their positions in the same tars and by their bytes."""
+"""Count the samples that two data sets share, by their positions in the same tars and by their bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from data.index.index import Index
 def shared_samples(index: Index, other: Index) -> tuple[int, int]:
     """Return how many samples of `index` are also in `other`, matched by tar and position, and by content.
 
-    Subsets share positions with their parent set and with each other. Two packings of the same images match only by
-    content, as do copies in different sets.
+    Subsets share positions with their parent and with each other. Images packed twice, or copied to another data set,
+    match only by content.
     """
     places_of_tar: dict[str, np.ndarray] = {}
     digests_of_shards = [np.zeros(0, np.uint64)]

@@ -212,7 +212,7 @@ def decode(data: bytes) -> np.ndarray:
 
 
 def decode_whole(data: bytes, header: Header) -> np.ndarray:
-    """Decode a whole image whose header is already checked; otherwise the same as `decode`."""
+    """Decode a whole image, given its checked header; otherwise the same as `decode`."""
     if header.unsupported:
         raise BadImage(header.unsupported)
     if header.channels == 4:

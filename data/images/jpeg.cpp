@@ -1,8 +1,8 @@
-// Decode a region of a JPEG at a reduced DCT scale, and add restart markers without touching a pixel.
+// Decode a region of a JPEG at a reduced DCT scale, and add restart markers without changing a pixel.
 //
-// Compiled on first use by data/images/jpeg.py and linked to the libjpeg-turbo that comes inside Pillow's wheel, whose
-// headers are nowhere on most machines: so the public structs of its 6.2 interface (frozen since 1998) are declared
-// here as far as they are used. The library compares their sizes with its own and refuses any mismatch.
+// Compiled on first use by data/images/decode.py, and linked to the libjpeg-turbo in Pillow's wheel. Most machines do
+// not have its headers, so the parts used of the public structs of its 6.2 interface (frozen since 1998) are declared
+// here. The library compares the structs' sizes with its own, and rejects a mismatch.
 
 #include <csetjmp>
 #include <cstdint>
@@ -23,7 +23,7 @@ struct ErrorManager {
     void* rest[4];
 };
 
-struct Common {  // what both structs begin with
+struct Common {  // the first fields of both structs
     ErrorManager* err;
     void *mem, *progress, *client;
     int is_decompressor, state;
@@ -84,8 +84,8 @@ namespace {
 
 constexpr int kVersion = 62, kRgb = 2;
 constexpr unsigned kMargin = 4;  // pixels around the region, so that chroma upsampling sees the same neighbours
-constexpr unsigned kNear = 1;    // the same for what is cut out of the bytes, which is exact
-constexpr uint64_t kMostPixels = 100000000;  // as MAX_PIXELS in data/images/decode.py
+constexpr unsigned kCutMargin = 1;  // the same margin for blocks cut out of the bytes, whose position is exact
+constexpr uint64_t kMaxPixels = 100000000;  // as MAX_PIXELS in data/images/decode.py
 
 struct Jump : ErrorManager {
     jmp_buf back;
@@ -95,7 +95,7 @@ void leave(void* any) { longjmp(static_cast<Jump*>(static_cast<Common*>(any)->er
 
 void read_header(Decompress& image) {
     jpeg_read_header(&image, 1);
-    if (uint64_t(image.width) * image.height > kMostPixels) leave(&image);
+    if (uint64_t(image.width) * image.height > kMaxPixels) leave(&image);
 }
 
 void stay_quiet(void* any, int level) {
@@ -109,7 +109,7 @@ void prepare(Jump& jump) {
     jump.emit_message = stay_quiet;
 }
 
-// Where the frame's sides stand, where the scan starts, and how its blocks are grouped.
+// Offsets of the frame's sides and of the scan's start, and the grouping of the scan's blocks.
 struct Layout {
     size_t sides_at = 0, scan_at = 0;
     unsigned height = 0, width = 0, mcu_height = 0, mcu_width = 0, mcus_per_row = 0, interval = 0;
@@ -142,7 +142,7 @@ Layout read_layout(const uint8_t* data, size_t size) {
             found.sequential = marker != 0xC2;
         }
         if (marker == 0xDA) {
-            found.sequential &= data[at + 4] == components;  // else every component has a scan of its own
+            found.sequential &= data[at + 4] == components;  // otherwise each component has a separate scan
             found.scan_at = at + 2 + length;
             break;
         }
@@ -151,20 +151,20 @@ Layout read_layout(const uint8_t* data, size_t size) {
     return found;
 }
 
-// A short run of blocks that divides a row of them: restart markers then never straddle rows.
+// A short run of blocks whose length divides a row of blocks, so that no run between restart markers spans two rows.
 unsigned choose_interval(unsigned mcus_per_row) {
     for (unsigned run : {2, 3, 5})
         if (mcus_per_row % run == 0) return run;
     return 1;
 }
 
-// With restart markers that divide its rows, cut what is not wanted out of the bytes themselves, so that not even
-// its Huffman codes are read. `cut` then holds a whole, smaller JPEG, and x and y move; or nothing changes.
+// If restart markers divide the rows of a JPEG, cut the unneeded runs out of its bytes, so that not even their Huffman
+// codes are read. `cut` then holds a complete, smaller JPEG, and x and y are shifted; otherwise nothing changes.
 void cut_region(const uint8_t* data, size_t size, unsigned& x, unsigned& y, unsigned w, unsigned h, unsigned margin,
                 std::vector<uint8_t>& cut) {
     const Layout layout = read_layout(data, size);
     if (!layout.scan_at || !layout.sequential || !layout.interval || layout.mcus_per_row % layout.interval) return;
-    // The grid of runs (what lies between two markers): `per_row` in each of `rows` rows, `run` pixels wide.
+    // The grid of runs (the blocks between two markers): `per_row` in each of `rows` rows, each `run` pixels wide.
     const unsigned per_row = layout.mcus_per_row / layout.interval, run = layout.interval * layout.mcu_width;
     const auto from = [margin](unsigned at, unsigned unit) { return at > margin ? (at - margin) / unit : 0; };
     const auto to = [margin](unsigned end, unsigned unit, unsigned all) {
@@ -172,13 +172,13 @@ void cut_region(const uint8_t* data, size_t size, unsigned& x, unsigned& y, unsi
         return found < all ? found : all;
     };
     const unsigned rows = (layout.height + layout.mcu_height - 1) / layout.mcu_height;
-    // The runs that are kept: rows first … last − 1, columns left … right − 1.
+    // The runs to keep: rows first … last − 1, columns left … right − 1.
     const unsigned first = from(y, layout.mcu_height), last = to(y + h, layout.mcu_height, rows);
     unsigned left = from(x, run), right = to(x + w, run, per_row);
-    if (right == left + 1 && per_row > 1) left ? left-- : right++;  // two columns of chroma are upsampled otherwise
-    if (first >= last || left >= right) return;  // the region is outside: two headers disagree
+    if (right == left + 1 && per_row > 1) left ? left-- : right++;  // libjpeg upsamples two chroma columns differently
+    if (first >= last || left >= right) return;  // the region is outside the image: two headers disagree
     if (last - first == rows && right - left == per_row) return;
-    // Find the markers. 0xFF is followed by 0x00 where it is data, by 0xD0 … 0xD7 in a restart marker, by 0xD9 at the end.
+    // Find the markers. 0xFF is followed by 0x00 if it is data, by 0xD0 … 0xD7 in a restart marker, by 0xD9 at the end.
     std::vector<size_t> starts{layout.scan_at};  // of the bytes between markers
     starts.reserve(last * per_row + 1);
     for (size_t at = layout.scan_at; starts.size() <= last * per_row;) {
@@ -189,7 +189,7 @@ void cut_region(const uint8_t* data, size_t size, unsigned& x, unsigned& y, unsi
         if (mark[1] >= 0xD0 && mark[1] <= 0xD9) starts.push_back(at);
         if (mark[1] == 0xD9 && starts.size() <= last * per_row) return;
     }
-    // Write the headers with the new sides, then the kept runs, with their markers numbered anew.
+    // Write the headers with the new sides, then the kept runs, with renumbered markers.
     const unsigned end = last == rows ? layout.height : last * layout.mcu_height;
     const unsigned kept_h = end - first * layout.mcu_height;
     const unsigned kept_w = right == per_row ? layout.width - left * run : (right - left) * run;
@@ -202,7 +202,7 @@ void cut_region(const uint8_t* data, size_t size, unsigned& x, unsigned& y, unsi
         for (unsigned column = left; column < right; column++) {
             const unsigned number = row * per_row + column;
             cut.insert(cut.end(), data + starts[number], data + starts[number + 1]);
-            cut.back() = 0xD0 + count++ % 8;  // markers count 0 … 7 from the top
+            cut.back() = 0xD0 + count++ % 8;  // markers are numbered cyclically from 0 to 7
         }
     cut.back() = 0xD9;
     x -= left * run;
@@ -213,13 +213,13 @@ void cut_region(const uint8_t* data, size_t size, unsigned& x, unsigned& y, unsi
 
 extern "C" {
 
-// Write rows y … y+h−1, columns x … x+w−1 of the image at 1/denom scale as RGB; 0, or 1 if not decodable.
+// Write rows y … y+h−1, columns x … x+w−1 of the image at 1/denom scale as RGB; return 0, or 1 if it is not decodable.
 int decode_region(const uint8_t* data, size_t size, unsigned denom, unsigned x, unsigned y, unsigned w, unsigned h,
                   uint8_t* out) {
     thread_local std::vector<uint8_t> line(3 * 65536 + 64);  // the widest that JPEG allows
     std::vector<uint8_t> cut;
     unsigned full_x = x * denom, full_y = y * denom;
-    cut_region(data, size, full_x, full_y, w * denom, h * denom, kNear * denom, cut);
+    cut_region(data, size, full_x, full_y, w * denom, h * denom, kCutMargin * denom, cut);
     x = full_x / denom;
     y = full_y / denom;
     Decompress image;
@@ -242,7 +242,7 @@ int decode_region(const uint8_t* data, size_t size, unsigned denom, unsigned x, 
     unsigned left = x > kMargin ? x - kMargin : 0, width = x + w + kMargin - left;
     if (left + width > image.out_width) width = image.out_width - left;
     if (width < image.out_width) jpeg_crop_scanline(&image, &left, &width);
-    // Where a line starts at a multiple of 32, libjpeg-turbo writes it past the cache, and the copy waits for memory.
+    // If a line starts at a multiple of 32, libjpeg-turbo bypasses the cache, and the copy would wait for memory.
     uint8_t* pixels = line.data() + (-reinterpret_cast<uintptr_t>(line.data()) & 31) + 16;
     if (y) jpeg_skip_scanlines(&image, y);
     for (unsigned row = 0; row < h; row++) {
@@ -253,7 +253,8 @@ int decode_region(const uint8_t* data, size_t size, unsigned denom, unsigned x, 
     return 0;
 }
 
-// The same coefficients with restart markers that divide its rows; `*out` is malloc'ed. 0, or 1 if not readable whole.
+// Write the same coefficients with restart markers that divide the rows; `*out` is allocated by malloc. Return 0, or 1
+// if the image cannot be read completely.
 int add_restarts(const uint8_t* data, size_t size, uint8_t** out, unsigned long* out_size) {
     Decompress image;
     Compress copy;
@@ -270,7 +271,7 @@ int add_restarts(const uint8_t* data, size_t size, uint8_t** out, unsigned long*
         jpeg_mem_src(&image, data, size);
         read_header(image);
         void** coefficients = jpeg_read_coefficients(&image);
-        const bool damaged = jump.warnings != 0;  // writing starts the count anew
+        const bool damaged = jump.warnings != 0;  // writing resets the count
         jpeg_copy_critical_parameters(&image, &copy);
         copy.restart_interval = choose_interval(read_layout(data, size).mcus_per_row);
         copy.optimize = 1;

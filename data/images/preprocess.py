@@ -27,10 +27,10 @@ import numpy as np
 
 from data.images.decode import BadImage
 
-MOST_PIXELS = 1 << 24  # maximum size of a resized image: 200 MB in float32
+MAX_PIXELS = 1 << 24  # maximum size of a resized image: 200 MB in float32
 EXAMPLE_SIDE = 1024  # large, because central_crop rejects images smaller than the crop
 WHITE = 255
-MOST_ROUNDING = 2  # maximum change of white by resizing, because float32 sums are truncated
+MAX_ROUNDING = 2  # maximum change of white by resizing, because float32 sums are truncated
 
 # Ops whose pixels once differed from the original's, and how often each was corrected. 2026-11: sides and sums in
 # float32, in TensorFlow's order.
@@ -97,7 +97,7 @@ def corrections(ops: str) -> dict[str, int]:
 
 @lru_cache(maxsize=32)
 def shape_of(ops: str) -> tuple[int, ...]:
-    """Return the shape (h, w, 3) of the ops' result for an image of 1024 × 1024 pixels.
+    """Return the shape (h, w, 3) that the ops produce from an image of 1024 × 1024 pixels.
 
     Raises ValueError if an op rejects its arguments, or if the ops do not keep white at 255, because evaluation expects
     pixels of 0 … 255.
@@ -117,8 +117,8 @@ def shape_of(ops: str) -> tuple[int, ...]:
                 if not is_number or side < 1 or side != side // 1:
                     raise ValueError(f"{text}: a side of {side} pixels, expected a whole number of 1 or more")
                 pixels *= int(side)
-            if pixels > MOST_PIXELS:
-                raise ValueError(f"{text}: {pixels:,} pixels, expected at most {MOST_PIXELS:,}")
+            if pixels > MAX_PIXELS:
+                raise ValueError(f"{text}: {pixels:,} pixels, expected at most {MAX_PIXELS:,}")
         try:
             image = op(image, *arguments)
         except TypeError as error:  # wrong number or type of arguments
@@ -127,7 +127,7 @@ def shape_of(ops: str) -> tuple[int, ...]:
             raise ValueError(f"{text} of a {EXAMPLE_SIDE}×{EXAMPLE_SIDE} image: {error}") from None
     # Evaluation maps 0 … 255 to −1 … 1 itself: already scaled pixels would nearly all become −1.
     first_row = image[0].astype(np.float32)  # all rows are equal
-    stays_white = bool(np.all(abs(first_row - WHITE) <= MOST_ROUNDING))
+    stays_white = bool(np.all(abs(first_row - WHITE) <= MAX_ROUNDING))
     if not stays_white:
         raise ValueError(f"{ops!r} scales the pixels, which evaluation does itself; remove that op")
     return image.shape
@@ -173,7 +173,7 @@ def resize_small(image: np.ndarray, size: int) -> np.ndarray:
     factor = np.float32(size) / np.float32(min(H, W))
     h = round(np.float32(H) * factor)
     w = round(np.float32(W) * factor)
-    if h * w > MOST_PIXELS:
+    if h * w > MAX_PIXELS:
         raise BadImage("image too narrow")
     # Like "area" of tf.image.resize (resize_area_op.cc): a pixel is the mean of a fractional box of source pixels. The
     # box is summed row by row, and divided by its area at the end.
@@ -209,7 +209,7 @@ def resize_pillow(image: np.ndarray, size: int | tuple[int, int], filter: str) -
         h = int(size * H / W)
     elif not isinstance(size, tuple):
         w = int(size * W / H)
-    if h * w > MOST_PIXELS:
+    if h * w > MAX_PIXELS:
         raise BadImage("image too narrow")
     from PIL import Image  # takes 50 ms, and recipes are checked without it
 

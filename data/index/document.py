@@ -35,7 +35,6 @@ from data.files import error_text, locked, state_folder, write_atomically
 from data.index.index import Index, Origin, Refusals, digest_of
 from data.index.names import Names
 from data.index.shard import MappedShards, Shard, is_image, open_columns, write_columns
-from data.walk import class_folders_in, files_below, near_path
 
 SCHEMA = 1
 SUFFIX = ".index.json"
@@ -55,7 +54,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         is_large = path.stat().st_size >= LARGE
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(
-            f"{path}: this index does not exist{near_path(str(path))}\n"
+            f"{path}: this index does not exist\n"
             "  expected a folder written by `python -m jobs index` or `python -m jobs pack`, or @stage/set"
         ) from None
     if not path.name.endswith(".json"):
@@ -64,7 +63,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         if path.suffix == ".tar":
             kind = "a tar, one shard of a set"
             remedy = f"run python -m jobs index {path.parent}, then use that folder"
-        raise DataError(f"{path} is {kind}\n  expected a set's *{SUFFIX}, or its folder\n  {remedy}")
+        raise DataError(f"{path} is {kind}\n  expected a data set's *{SUFFIX}, or its folder\n  {remedy}")
     content, shards = read_large(path) if is_large else read_json(path, path.read_bytes())
     directory = content["directory"]
     # Paths in the JSON are relative to the index, so that index and shards can be moved together.
@@ -126,19 +125,18 @@ def json_in(folder: Path) -> Path:
 
 
 def image_folders(folder: Path) -> int:
-    """Count the sub-folders that contain images, judging by the first files in each."""
+    """Count the sub-folders with images, judging by the first files in each."""
     folders = 0
-    for name in class_folders_in(folder) if folder.is_dir() else ():
-        # Listing a folder of a million images would take too long for an error message.
-        files = itertools.islice(files_below(folder / name, Counter(), in_order=False), 100)
-        folders += any(map(is_image, files))
+    for below in folder.glob("[!.@#$]*/"):  # neither hidden folders nor those of storage devices (data/walk.py)
+        files = (Path(name) for _, _, names in os.walk(below) for name in names)
+        folders += any(map(is_image, itertools.islice(files, 100)))
     return folders
 
 
 def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]:
-    """Parse an index's JSON and check its seal and digest; return (everything except the shards, the shards).
+    """Parse an index's JSON and check its seal and digest; return (all entries except the shards, the shards).
 
-    Raises DataError.
+    Raises DataError if the JSON is invalid or has been altered.
     """
     try:
         content = json.loads(text)
@@ -211,7 +209,7 @@ def write_index(
     return load_index(path)
 
 
-# -------------------------------------------------------------------------------------------- large sets
+# -------------------------------------------------------------------------------------------- large data sets
 
 
 def read_large(path: Path) -> tuple[Mapping[str, Any], Sequence[Shard]]:

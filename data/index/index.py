@@ -7,15 +7,15 @@ Integrity is checked at three levels:
 1. each table row has a digest of its sample's bytes, which is checked on every read (`data.shards.reader`);
 2. each shard in the JSON has the sha256 of its tar, and the sha256 of its table, which is checked on opening the table;
 3. the seal is the sha256 of everything else in the JSON.
-The set's digest covers only its samples and class names: see `digest_of`.
+A data set's digest covers only its samples and class names: see `digest_of`.
 
 The index of a subset (`data.shards.subset`) refers to the same tars and has separate tables with fewer rows. Its origin
 records the parent index and the rule; its digest also covers the chosen rows.
 
-A run can train on several sets as one, and exclude shards (`data.drop`):
+A run can train on several data sets as one, and exclude shards (`data.drop`):
 
     join([flowers, pets], [0.3, 0.7])           an index whose shard 12 may be shard 2 of pets
-    exclude([flowers], ["train-000007.tar"])    the same set, with shard 7 empty
+    exclude([flowers], ["train-000007.tar"])    the same data set, with shard 7 empty
 
 A shard is identified by the end of its path, `train-000007.tar` or `other/train/train-000007.tar`; the end must be long
 enough to be unique. Excluded shards are emptied, not removed, because the order depends on the numbers of all shards.
@@ -41,11 +41,11 @@ from data.errors import DataError
 from data.index.names import Names, agreed_names, ids_of
 from data.index.shard import FIELDS, MappedShards, Shard, table_path
 
-MOST_TYPES = 12  # member types counted separately; foreign tars may have any number of types
+MAX_TYPES = 12  # member types counted separately; foreign tars may have any number of types
 OTHER_TYPES = "member of another type"
 MEMBER_TYPE = "member type ."
-MOST_EXTENSION = 16  # maximum displayed length of an extension
-MOST_NAME = 160  # maximum stored length of a member's name
+MAX_EXTENSION = 16  # maximum displayed length of an extension
+MAX_NAME = 160  # maximum stored length of a member's name
 DIGEST_VERSION = 1  # version of the digest's definition; part of the digest itself
 
 
@@ -66,14 +66,14 @@ class Refusals:
             name = name.decode("utf-8", "replace")
         # Each shard may have different types; limit the set as a whole to as many lines as one shard.
         is_new_type = reason.startswith(MEMBER_TYPE) and reason not in self.counts
-        if is_new_type and sum(known.startswith(MEMBER_TYPE) for known in self.counts) >= MOST_TYPES:
+        if is_new_type and sum(known.startswith(MEMBER_TYPE) for known in self.counts) >= MAX_TYPES:
             reason = OTHER_TYPES
         self.counts[reason] += count
-        self.first.setdefault(reason, name[:MOST_NAME])
+        self.first.setdefault(reason, name[:MAX_NAME])
 
     def add_type(self, extension: str, name: str | bytes) -> None:
         """Count a member with an unsupported extension."""
-        self.add(f"{MEMBER_TYPE}{extension[:MOST_EXTENSION]}", name)
+        self.add(f"{MEMBER_TYPE}{extension[:MAX_EXTENSION]}", name)
 
     def add_all(self, other: Refusals, shard: str) -> None:
         """Add the counts from a shard."""
@@ -114,7 +114,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Index:
-    """A set of shards. `class_counts[c]` samples have the label c; `digest` identifies the set."""
+    """A data set stored in shards. `class_counts[c]` samples have the label c; `digest` identifies the data set."""
 
     shards: Sequence[Shard]  # a tuple; mapped columns for a large set; JoinedShards for several sets
     classes: int
@@ -179,11 +179,11 @@ class Index:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """(shards + 1,) int64, the number of each shard's first sample in the set, and finally the total."""
+        """(shards + 1,) int64, the number of each shard's first sample in the data set, and finally the total."""
         return np.append(0, np.cumsum(self.shard_samples))
 
     def rows(self, shard: int) -> slice:
-        """Return the row numbers of a shard's samples within the set."""
+        """Return the row numbers of a shard's samples within the data set."""
         return slice(self.starts[shard], self.starts[shard + 1])
 
     @property
@@ -211,7 +211,7 @@ class Index:
         return f"{self.directory.rstrip('/')}/{name}"
 
     def single_shard(self, shard: int) -> Index:
-        """Return an index of a single shard, to avoid sending all shards to the process of a job."""
+        """Return an index of a single shard, so that a job's process need not receive all shards."""
         return replace(self, shards=(self.shards[shard],), class_counts=())
 
     def keys(self, shard: int) -> np.ndarray:
@@ -250,10 +250,10 @@ class Index:
 def digest_of(
     shards: Iterable[Shard], class_counts: Iterable[int], names: Names = (), origin: Origin | None = None
 ) -> str:
-    """Return the digest of a set: the sha256 of its shards' names, samples, sizes and digests, and its class counts.
+    """Return a data set's digest: the sha256 of its shards' names, samples, sizes and digests, and its class counts.
 
-    Tables are not included, because they follow from the shards. A set indexed again by a newer version therefore keeps
-    its digest, its order, its ledger, and the keys of finished stages. Class names and the rows of a subset are
+    Tables are not included, because they follow from the shards. A data set indexed again by a newer version therefore
+    keeps its digest, its order, its ledger, and the keys of finished stages. Class names and the rows of a subset are
     included if they exist.
     """
     rest: list[object] = [list(class_counts)]
@@ -277,7 +277,7 @@ def digest_of(
 
 
 class JoinedShards(Sequence[Shard]):
-    """The shards of several sets, one set after the other, each named by its full location and created on access."""
+    """The shards of several data sets, one after the other; each shard has its full path and is created on access."""
 
     def __init__(self, sets: Sequence[Index]):
         self.sets = sets
@@ -299,7 +299,7 @@ class JoinedShards(Sequence[Shard]):
                 yield replace(shard, name=index.location(shard))
 
     def place(self, number: int) -> tuple[Index, int]:
-        """Return (the set of a shard, the shard's number in that set)."""
+        """Return (the data set of a shard, the shard's number in that data set)."""
         for index in self.sets:
             if number < len(index.shards):
                 return index, number
@@ -308,7 +308,7 @@ class JoinedShards(Sequence[Shard]):
 
 
 def join(sets: Sequence[Index], weights: Sequence[float]) -> Index:
-    """Join sets to train on them together; the digest depends on their digests and weights, not on their folders."""
+    """Join data sets to train on all of them; the digest depends on their digests and weights, not on their folders."""
     samples_of_class: Counter[int] = Counter()
     digests = []
     named_sets = []
@@ -330,10 +330,10 @@ def join(sets: Sequence[Index], weights: Sequence[float]) -> Index:
 
 
 def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
-    """Return the sets with the named shards emptied; all other shards keep their numbers.
+    """Return the data sets with the named shards emptied; all other shards keep their numbers.
 
-    A name may include parent folders, as needed to be unique. If several sets, such as subsets of one set, contain a
-    shard, it is emptied in each of them. Raises DataError unless each name matches exactly one shard.
+    A name may include parent folders, as needed to be unique. If several data sets, such as subsets of the same parent,
+    contain a shard, it is emptied in each of them. Raises DataError unless each name matches exactly one shard.
     """
     # The usual case: skip the search and keep the digest.
     if not names:

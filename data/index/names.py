@@ -1,8 +1,8 @@
-"""Class names, and the labels of samples: every class id must mean the same class in all sets used together.
+"""Class names, and the labels of samples: every class id must mean the same class in all data sets used together.
 
 1. The class names of a source are numbered when it is packed or indexed (`data.sources.numbering`).
-2. The index stores the names; `agreed_names` compares the names of several sets, or of a set and a model's weights.
-3. A label contains class ids, or a name if the set has names (`parse_labels`).
+2. The index stores the names; `agreed_names` compares the names of several data sets, or of a data set and weights.
+3. A label contains class ids, or a name if the data set has names (`parse_labels`).
 
     b"7", b"3 17", b"[3, 17]", b'{"label": 3}'     labels with class ids
     b"tench", b'{"label": "tench"}'                labels with a name
@@ -19,8 +19,8 @@ from data.errors import DataError
 
 Names = tuple[str, ...]
 NO_NAMES: Mapping[str, int] = {}
-MOST_SHOWN = 5  # maximum number of names in a message
-MOST_DIGITS = 4300  # maximum length of a number that int() accepts
+MAX_SHOWN = 5  # maximum number of names in a message
+MAX_DIGITS = 4300  # maximum length of a number that int() accepts
 FEW_NAMES = 1000  # up to this many classes may have a single image each; more texts that rarely repeat are captions
 NO_LABEL = "no label"
 NO_NAME = "label is a text that no class list has"  # reason for skipping a sample
@@ -99,7 +99,7 @@ def agreed_names(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Name
                 "  expected one name for each class id\n"
                 "  pack or index one of them again with the other's numbering: --classes-of INDEX (in a recipe\n"
                 "  classes_of) or --names FILE (names), such as the classes.json of weights; if weights name\n"
-                "  the same classes differently, import them again with the set's names: --names SET.index.json"
+                "  the same classes differently, import them again with the data set's names: --names SET.index.json"
             )
         if len(names) > len(longest):
             longest = names
@@ -109,8 +109,8 @@ def agreed_names(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Name
 
 def preview(names: Sequence[str]) -> str:
     """Return a few names in quotes, safe to print on a terminal, and the total number if there are more."""
-    text = ", ".join(f"'{printable(name[:80])}'" for name in names[:MOST_SHOWN])
-    if len(names) > MOST_SHOWN:
+    text = ", ".join(f"'{printable(name[:80])}'" for name in names[:MAX_SHOWN])
+    if len(names) > MAX_SHOWN:
         text += f", … ({len(names):,} in all)"
     return text
 
@@ -145,7 +145,7 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
     except UnicodeDecodeError as error:
         raise NoLabel(f"not UTF-8 text at byte {error.start}", reason=NO_TEXT) from None
     # Most labels are a single id.
-    if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS:
+    if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS:
         return (int(text),)
     if "\0" in text:
         raise NoLabel("label is binary, not text", reason=NO_TEXT)
@@ -169,7 +169,7 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
     labels = []
     for value in map(as_integer, values):
         # int() would accept `1_000`, `+3` and digits of other scripts; isinstance would accept true as a number.
-        is_digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS
+        is_digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS
         if is_digits or (type(value) is int and value >= 0):
             labels.append(int(value))  # type: ignore[call-overload]
         elif isinstance(value, str) and value in ids:

@@ -1,4 +1,4 @@
-"""Shards of an index: a single shard, its table of samples, and the shards of a large set as memory-mapped columns.
+"""Shards of an index: a shard, its table of samples, and the shards of a large data set as memory-mapped columns.
 
     Shard("train-000000.tar", 1250, 6543360, "d41d…", "77ab…")
     train-000000.npy      one row per sample: image, image_size, label, label_size, digest, label_digest, key
@@ -67,7 +67,7 @@ class Shard:
 
 
 def is_image(path: Path) -> bool:
-    """Return whether a file's extension is that of a supported image."""
+    """Return whether a file has the extension of a supported image format."""
     return path.suffix[1:].lower() in IMAGES
 
 
@@ -103,7 +103,7 @@ def sample_digest(image: memoryview | bytes, label: memoryview | bytes) -> int:
 
 
 def label_digest(label: memoryview | bytes) -> int:
-    """Return the 64-bit digest of a label, to verify labels that are read without their images."""
+    """Return the 64-bit digest of a label, for verifying a label without reading its image."""
     return xxh3_64_intdigest(label)
 
 
@@ -188,7 +188,7 @@ def reopened(path: Path, digest: bytes, excluded: frozenset[int]) -> MappedShard
 
 
 def write_columns(path: Path, content: Mapping[str, Any], shards: Sequence[Shard]) -> None:
-    """Write the columns of shards; `content` is the rest of the index's JSON."""
+    """Write the column file for an index's shards; `content` is the rest of the index's JSON."""
     file = BytesIO()
     for column in ("samples", "bytes"):
         np.save(file, np.array([getattr(shard, column) for shard in shards], "<i8"))

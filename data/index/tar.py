@@ -203,7 +203,7 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
 
 
 def count_repeated(result: Walk) -> None:
-    """Count samples that have the key of an earlier sample; `tar -r` creates them if it appends a changed file."""
+    """Count samples with the key of an earlier sample; `tar -r` creates such samples by appending a changed file."""
     keys = {row.key for row in result.rows}
     if len(keys) < len(result.rows):
         for key, count in Counter(row.key for row in result.rows).items():
@@ -212,7 +212,7 @@ def count_repeated(result: Walk) -> None:
 
 
 def first_part(extensions: Iterable[str], parts: Mapping[str, Part], absent: Part) -> Part:
-    """Return the part for the first extension in `parts`; `absent` if none of the extensions is there."""
+    """Return the part for the first extension found in `parts`, or `absent` if there is none."""
     for extension in extensions:
         if extension in parts:
             return parts[extension]
@@ -239,7 +239,7 @@ def split_name(member: bytes) -> tuple[bytes, str]:
 
 
 def refuse_dotted(dotted: Iterable[tuple[str, bytes | str]], parts: Mapping[str, object], refused: Refusals) -> None:
-    """Count a sample's members (extension, name) whose extension has a dot and ends like that of an image or label.
+    """Count a sample's members (extension, name) with a dotted extension that ends like that of an image or label.
 
     If the sample has an image (among its `parts`), a.seg.png is an additional member; otherwise the dot was probably
     meant to be part of the key.
@@ -253,7 +253,7 @@ def refuse_dotted(dotted: Iterable[tuple[str, bytes | str]], parts: Mapping[str,
 
 
 def is_dotted(extension: str) -> bool:
-    """Return whether an extension consists of several parts, the last of which is an image or label extension."""
+    """Return whether an extension consists of several parts and ends with an image or label extension."""
     return "." in extension and extension.rpartition(".")[2] in IMAGES + LABELS
 
 
@@ -430,7 +430,7 @@ NO_RECORDS = PaxRecords()
 
 
 def read_pax(body: bytes, before: PaxRecords = NO_RECORDS) -> PaxRecords:
-    """Add the records of a PAX header to those of an earlier extension header; unknown records are ignored.
+    """Merge the records of a PAX header into those of an earlier extension header; unknown records are ignored.
 
     A record is `<length of the whole record> <name>=<value>\\n`. The `path` of a sparse member is a placeholder
     (`GNUSparseFile.0/cat.jpg`): its real name is in `GNU.sparse.name`.

@@ -5,7 +5,7 @@ How a shard gets into the cache (`Cache.path`):
 2. Otherwise this process takes the lock of the shard. One process of a node downloads it while the others wait.
 3. `make_room` deletes the least recently used shards until the new one fits within the limit.
 4. `fetch` appends pieces of 16 MiB to `<sha256>.part` and resumes an earlier incomplete download.
-5. A failed request is retried with exponential backoff and jitter (`patiently`).
+5. A failed request is retried with exponential backoff and jitter (`with_retries`).
 6. If the sha256 is correct, the file gets its final name; otherwise it is downloaded once more from the start.
 
 `Prefetcher` does this in the background for upcoming steps. The order determines which shards the slots of a step need
@@ -116,7 +116,7 @@ class Cache:
 
     @contextmanager
     def turn(self, path: Path) -> Iterator[None]:
-        """Hold the lock of one shard; while another process downloads it, report progress if it is alive."""
+        """Hold the lock of one shard; while another process downloads it, report progress if that process is alive."""
         # Poll the lock instead of blocking: a blocked call could neither be stopped nor report progress to the loader.
         part = path.with_suffix(".part")
         known_ns = -1
@@ -161,14 +161,14 @@ class Cache:
         raise DataError(f"{redacted(url)}: its sha256 differs from the index; index the shard again")
 
     def keep_alive(self, part: Path) -> None:
-        """Report that a download still waits for its store, also to the processes that wait for this download."""
+        """Report to the loader, and to processes waiting for a download, that it is still waiting for its store."""
         with suppress(OSError):
             os.utime(part)
         self.progress()
 
     @contextmanager
     def temporary_copy(self, url: str, size: int) -> Iterator[BufferedRandom]:
-        """Context manager that yields a temporary local copy of a remote shard that is not yet indexed."""
+        """Context manager that yields a temporary local copy of a remote shard that has no index yet."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.make_room(size)
         # A file without a name: the system deletes it when this process ends for any reason.
@@ -184,9 +184,9 @@ class Cache:
 
     def read(self, url: str, start: int, stop: int, waiting: Callable[[], object] | None = None) -> bytes:
         """Return bytes start … stop−1 of a URL, or fewer if the response ends early."""
-        return self.patiently(url, partial(read_range, url, start, stop, self.cfg.timeout_s), waiting)
+        return self.with_retries(url, partial(read_range, url, start, stop, self.cfg.timeout_s), waiting)
 
-    def patiently(self, url: str, ask: Callable[[], Answer], waiting: Callable[[], object] | None = None) -> Answer:
+    def with_retries(self, url: str, ask: Callable[[], Answer], waiting: Callable[[], object] | None = None) -> Answer:
         """Return the result of `ask`, with the retries of `Retry`.
 
         `waiting` (default: `progress`) is called during the pauses for which the store asks. Raises DataError for a
@@ -195,17 +195,17 @@ class Cache:
         """
         retry = Retry(self.cfg.attempts, self.cfg.backoff_s, self.stopped, waiting or self.progress)
         try:
-            return retry.patiently(redacted(url), ask)
+            return retry.with_retries(redacted(url), ask)
         except FileNotFoundError:
             raise DataError(f"{redacted(url)}: this shard or its bucket does not exist") from None
 
     # ------------------------------------------------------------------------------------------ eviction
 
     def has_disk_for(self, size: int) -> bool:
-        """Return whether a file fits within the limit, and leaves a fifth of the disk free."""
+        """Return whether a file fits within the limit, and leaves a tenth of the disk free."""
         self.directory.mkdir(parents=True, exist_ok=True)
         disk = shutil.disk_usage(self.directory)
-        return size <= self.cfg.limit_bytes and disk.free - size > disk.total / 5
+        return size <= self.cfg.limit_bytes and disk.free - size > disk.total / 10
 
     def make_room(self, size: int) -> None:
         """Delete the least recently used shards until `size` more bytes fit within the limit.

@@ -3,12 +3,10 @@
 `hf://` (data sets on the Hugging Face Hub) is an extra, data/extras/hub.py: huggingface_hub lists the files and names
 their https addresses, from which this module reads.
 
-Three functions work for every scheme. Each sends one request; only `Retry` repeats requests to an object store, with
-exponential backoff and jitter, or after the pause for which the store asks.
+`read_range` works for every scheme, and so do the functions of listing.py. Each sends one request; only `Retry` repeats
+requests to an object store, with exponential backoff and jitter, or after the pause for which the store asks.
 
-    size_of("s3://bucket/train-000000.tar", 30.0)              →   6543360
     read_range("s3://bucket/train-000000.tar", 0, 512, 30.0)   →   the first 512 bytes
-    list_tars("s3://bucket/train", 30.0)   →   {"s3://bucket/train/train-000000.tar": RemoteFile(6543360), …}
 
 Clients raise many kinds of errors whose texts may contain secrets, so messages show only the kind. Credentials come
 only from the environment, in the variables defined by each client; so do custom endpoints: `AWS_ENDPOINT_URL`,
@@ -35,14 +33,12 @@ from email.message import Message
 from email.utils import parsedate_to_datetime
 from functools import lru_cache, partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from data.checks import check_file_name, redacted
+from data.checks import redacted
 from data.error_pages import ERROR, LONGEST, words_of
 from data.errors import DataError, PatchlineError, StorageError
-from data.index.names import preview
-from data.index.shard import COMPRESSED
 from data.optional import load_optional
 
 if TYPE_CHECKING:
@@ -121,7 +117,7 @@ class Denied(PermissionError):
 
 
 class Throttled(OSError):
-    """A store asks for a pause before the next request; `pause_s` is its length in seconds."""
+    """A store asks the client to pause for `pause_s` seconds before the next request."""
 
     def __init__(self, pause_s: float) -> None:
         super().__init__(f"rate limit, pause of {pause_s:g} s")
@@ -215,78 +211,6 @@ def refuse_page(answer: bytes) -> None:
         raise ErrorPage(words)
 
 
-def size_of(url: str, timeout_s: float) -> int:
-    """Return the size in bytes of the object at a URL.
-
-    Raises the errors of `read_range`, and Refused if the size is not reported."""
-    if not url.startswith("https:"):
-        with denied_as_such():
-            return client(urlsplit(url).scheme, timeout_s).info(url)["size"]
-
-    # Request one byte instead of using HEAD, which many servers and all signed URLs reject.
-    with request_https(url, timeout_s, "bytes=0-0") as answer:
-        content_range = answer.headers.get("Content-Range", "")  # bytes 0-0/6543360
-        size = content_range.rpartition("/")[2] or answer.headers.get("Content-Length", "")
-    if not size.isdigit():
-        raise Refused(f"{redacted(url)}: the server does not report the file size; copy the shards to this machine")
-    return int(size)
-
-
-class RemoteFile(NamedTuple):
-    """A file in an object store."""
-
-    size: int  # bytes
-    sha256: str = ""  # only on the Hub; other stores do not report it
-
-
-def list_tars(url: str, timeout_s: float) -> dict[str, RemoteFile]:
-    """Return {URL: file} of the *.tar files in a folder or matching a pattern, or of a single tar.
-
-    Raises the errors of `read_range`, Refused if a folder also contains compressed tars, which would be ignored, and
-    DataError for unsafe names.
-    """
-    if url.startswith("https:"):
-        raise Refused(f"{redacted(url)}: https cannot list files; name the shards, as in …/train-{{000..099}}.tar")
-    compressed = []
-    tars = {}
-    for place, file in list_files(url, ".tar*", timeout_s).items():
-        if place.endswith(COMPRESSED):
-            # Without the folder, as in `data.index.tar`: messages abbreviate long names.
-            compressed.append(place.rpartition("/")[2])
-        elif place.endswith(".tar"):
-            tars[place] = file
-    if compressed:
-        raise Refused(
-            f"{redacted(url)}: {preview(compressed)} are compressed tars and would be ignored; "
-            f"decompress them, or name the tars to use: {redacted(url).rstrip('/')}/*.tar"
-        )
-    return tars
-
-
-def list_files(url: str, suffix: str, timeout_s: float) -> dict[str, RemoteFile]:
-    """Return {URL: file} of the files matching a pattern, or those in a folder whose names end with `suffix`.
-
-    A URL that itself ends with `suffix` names a file. Raises the errors of `read_range`.
-    """
-    scheme = urlsplit(url).scheme
-    entries: Mapping[str, dict[str, Any]]
-    with denied_as_such():
-        if url.endswith(suffix.rstrip("*")) and "*" not in url:
-            entry = client(scheme, timeout_s).info(url)
-            entries = {entry["name"]: entry}
-        else:
-            # Only `*` is a wildcard; `?` and `[` are ordinary characters of a key.
-            folder = url.rstrip("/").replace("[", "[[]").replace("?", "[?]")
-            pattern = folder if "*" in url else f"{folder}/*{suffix}"
-            entries = client(scheme, timeout_s).glob(pattern, detail=True)
-    files = {}
-    for path, entry in sorted(entries.items()):
-        lfs = entry.get("lfs") or {}
-        place = f"{scheme}://{check_file_name(path, redacted(url))}"
-        files[place] = RemoteFile(entry["size"], lfs.get("sha256", ""))
-    return files
-
-
 # --------------------------------------------------------------------------------------------- retries
 
 
@@ -315,7 +239,7 @@ class Retry:
         self.stopped = stopped
         self.waiting = waiting
 
-    def patiently(self, address: str, ask: Callable[[], Answer]) -> Answer:
+    def with_retries(self, address: str, ask: Callable[[], Answer]) -> Answer:
         """Return the result of `ask`, with retries; `address` is the name for messages.
 
         Raises at once: FileNotFoundError, because retries do not help; DataError if the store's client is not installed
@@ -350,9 +274,9 @@ class Retry:
                     raise denial(address, reason, attempt + 1) from None
             except Exception as error:
                 reason = type(error).__name__
-                ordered_s = pause_ordered_by(error)
-                if ordered_s is not None:
-                    throttled_s = self.wait_as_ordered(address, ordered_s, throttled_s)
+                requested_s = requested_pause(error)
+                if requested_s is not None:
+                    throttled_s = self.wait_as_requested(address, requested_s, throttled_s)
                     continue
             if attempt == WARN_AT_ATTEMPT:
                 remedy = f": {DENIALS[reason]}" if reason in DENIALS else ""
@@ -368,35 +292,35 @@ class Retry:
             f"{address}: no response after {attempt} attempts, last error {reason}; run again when the store responds"
         )
 
-    def wait_as_ordered(self, address: str, ordered_s: float, throttled_s: float) -> float:
-        """Wait as long as the store asks; return the total of such pauses, which was `throttled_s` before.
+    def wait_as_requested(self, address: str, requested_s: float, throttled_s: float) -> float:
+        """Wait as long as the store requests; return the total length of such pauses, `throttled_s` included.
 
         Raises StorageError if the total exceeds LONGEST_THROTTLED_S.
         """
-        total_s = throttled_s + max(1.0, ordered_s)
+        total_s = throttled_s + max(1.0, requested_s)
         if total_s > LONGEST_THROTTLED_S:
             raise StorageError(
-                f"{address}: the store limits the rate of requests, and asks for a pause of {ordered_s:.0f} s after "
-                f"pauses of {throttled_s:.0f} s; run again later, or with fewer nodes or data.cache.fetchers"
+                f"{address}: the store limits the rate of requests, and asks for a pause of {requested_s:.0f} s after "
+                f"pauses of {throttled_s:.0f} s; run again later, or use fewer nodes or a lower data.cache.fetchers"
             )
         if throttled_s < WARN_IF_THROTTLED_S <= total_s:
             logging.getLogger(__name__).warning(
-                "%s: the store limits the rate of requests; waiting %.0f s, as it asks", address, ordered_s
+                "%s: the store limits the rate of requests; waiting %.0f s, as it requests", address, requested_s
             )
         # Never shorter than the store asks; the random part spreads many readers that were refused together.
-        self.pause(ordered_s + random.uniform(0, max(self.backoff_s, ordered_s / 4)), self.waiting)
+        self.pause(requested_s + random.uniform(0, max(self.backoff_s, requested_s / 4)), self.waiting)
         return total_s
 
     def pause(self, pause_s: float, waiting: Callable[[], object]) -> None:
-        """Wait; return early if `stopped()` becomes true. Calls `waiting` at least every 0.1 s."""
+        """Wait for `pause_s`, or until `stopped()` returns true; call `waiting` at least every 0.1 s."""
         ends_at = time.monotonic() + pause_s
         while not self.stopped() and time.monotonic() < ends_at:
             waiting()
             time.sleep(min(0.1, max(0.0, ends_at - time.monotonic())))
 
 
-def pause_ordered_by(error: BaseException) -> float | None:
-    """Return the pause in seconds for which a store asks with its refusal of a request; None for other errors."""
+def requested_pause(error: BaseException) -> float | None:
+    """Return the pause, in seconds, that a store requests when it rejects a request; None for other errors."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, Throttled):
@@ -409,7 +333,7 @@ def pause_ordered_by(error: BaseException) -> float | None:
 
 
 def pause_in(headers: Mapping[str, str] | Message) -> float | None:
-    """Return the pause in seconds that the headers of a response ask for; None if they do not."""
+    """Return the pause, in seconds, that a response's headers request; None if they request none."""
     text = headers.get("Retry-After") or ""
     if text.strip().isdigit():
         return float(text)
@@ -470,7 +394,7 @@ def denial_code(error: BaseException) -> str:
 
 
 def forget_credentials() -> None:
-    """Make the next request log in again, with the current credentials of the environment."""
+    """Make the next request log in again, with the current credentials from the environment."""
     client.cache_clear()
 
 
@@ -483,7 +407,7 @@ async def ask_azure(sent: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
 
 
 async def ask_google(
-    asked_once: Callable[..., Awaitable[Any]],
+    send_once: Callable[..., Awaitable[Any]],
     filesystem: AbstractFileSystem,
     method: str,
     path: str,
@@ -494,7 +418,7 @@ async def ask_google(
 
     gcsfs would retry HTML and XML pages, and take a JSON page for an empty list.
     """
-    answer = await asked_once(filesystem, method, path, *args, **options)
+    answer = await send_once(filesystem, method, path, *args, **options)
     # Reads have complete URLs as paths; an object may contain anything.
     if path.startswith("b/"):
         refuse_page(answer[-1])
@@ -552,8 +476,8 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
         if scheme == "s3":
             filesystem.retries = min(filesystem.retries, 1)  # s3fs's own retries, around those of botocore
         elif scheme == "gs":
-            asked_once = type(filesystem)._request.__wrapped__  # without gcsfs's six attempts in 35 s
-            filesystem._request = partial(ask_google, asked_once, filesystem)
+            send_once = type(filesystem)._request.__wrapped__  # without gcsfs's six attempts in 35 s
+            filesystem._request = partial(ask_google, send_once, filesystem)
         else:
             policy = filesystem.service_client._config.retry_policy
             policy.total_retries = min(policy.total_retries, 0)  # Azure's retries take 83 s

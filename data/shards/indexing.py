@@ -45,12 +45,13 @@ from data.index.tar import DOTTED, Walk, check_nothing_excluded, mapped, walk
 from data.optional import load_optional
 from data.remote.cache import Cache
 from data.remote.config import CacheConfig
-from data.remote.urls import HUB, RemoteFile, check_url, list_tars, size_of
+from data.remote.listing import RemoteFile, list_tars, size_of
+from data.remote.urls import HUB, check_url
 from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import Progress, in_parallel, set_on_error
 from data.walk import matching
 
-MOST_ERRORS = 20  # unusable shards that an error lists individually
+MAX_ERRORS = 20  # unusable shards that an error lists individually
 DECODED = 4  # samples decoded per shard
 NOT_DECODED = "looked at, and "  # prefix of the reason if a decoded sample is not an image
 PACKING_SETTING = r"\d+ \d+ (True|False)"  # the setting in a packing's journal, see `packing.pack`
@@ -58,7 +59,7 @@ PACKING_SETTING = r"\d+ \d+ (True|False)"  # the setting in a packing's journal,
 
 @dataclass(frozen=True)
 class TarList:
-    """Tars that form one set: their common folder or URL, and {name below it: size in bytes}.
+    """The tars of one data set: their common folder or URL, and {name below it: size in bytes}.
 
     `digests` are the sha256 that a store reports: {name: sha256}.
     """
@@ -90,8 +91,8 @@ def build_index(
     folder) as `<name>.index.json` (default: the folder's name). `at` is the URL from which training will read the
     shards, if it differs. `names` are class names in the order of their ids, used to read labels given as names. By
     default, they come from an existing index of the same tars; otherwise, if no label is an id, the sorted label texts
-    become the names. Labels of an `unlabelled` set are ignored. `report` gets the number of finished shards and the
-    total. `cache` sets where tars are kept during indexing, and how downloads are retried. Raises DataError listing
+    become the names. With `unlabelled`, labels are ignored. `report` gets the number of finished shards and the total.
+    `cache` sets where tars are kept during indexing, and how downloads are retried. Raises DataError listing
     every unusable tar and every label ≥ `classes`, StorageError if the storage does not respond.
     """
     # Tars must be all local or all remote.
@@ -113,6 +114,7 @@ def build_index(
     check_name(name, "a set", "give its name: --name train")
     folder = Path(output or tars.directory)
     folder.mkdir(parents=True, exist_ok=True)
+    at = at and pinned(at, folder, fetcher)
     path = folder / f"{name}{SUFFIX}"
     # Indexing a set again must keep its class names and so its digest. But if other tars have replaced the old ones,
     # the old names do not apply.
@@ -161,8 +163,8 @@ def build_index(
                     errors.append(result)
             # Raise after all shards are examined, so that a single run finds all errors.
             if errors:
-                lines = errors[:MOST_ERRORS]
-                if len(errors) > MOST_ERRORS:
+                lines = errors[:MAX_ERRORS]
+                if len(errors) > MAX_ERRORS:
                     lines.append(f"… {len(errors)} shards in total")
                 raise DataError("\n".join(lines))
         return journal.finish(at or tars.directory, names, tars.sizes)
@@ -186,7 +188,7 @@ class IndexJob:
     sha256: str  # of a tar that stays in the cache; empty for others
 
     def opened(self) -> AbstractContextManager[BufferedReader | BufferedRandom]:
-        """Return the tar as a file of this machine, downloaded if it is remote. Raises DataError, StorageError."""
+        """Open the tar as a file on this machine, downloading it if it is remote. Raises DataError, StorageError."""
         place = f"{self.directory}/{self.name}"
         if self.cache is None:
             return open(place, "rb")
@@ -266,7 +268,7 @@ def count_classes(
 def count_unreadable(tar: memoryview, result: Walk) -> None:
     """Count images that lack a valid header or end, or are too large, in `result.refused`.
 
-    The samples stay in the set: training replaces them and counts them as bad.
+    The samples stay in the data set: training replaces them and counts them as bad.
     """
     for row in result.rows:
         try:
@@ -288,7 +290,7 @@ def decoded_samples(index: Index) -> tuple[int, int]:
 
 
 def problem_of(index: Index, *, unlabelled: bool) -> str:
-    """Return why an indexed set cannot be used for training, and the remedy; "" if it is usable."""
+    """Return why an indexed data set cannot be used for training, and the remedy; "" if it is usable."""
     tried, failed = decoded_samples(index)
     expected = "expected samples with an image (jpg, png, webp) and a label (cls, json)"
     if index.samples == 0:
@@ -331,7 +333,7 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
         if other_path == path:
             continue
         other = load_index(other_path)
-        # The same tars under another set name.
+        # The same tars under the name of another data set.
         if other.directory == directory:
             continue
         for shard in other.shards:
@@ -342,7 +344,7 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
 
 
 def check_kept(url: str) -> None:
-    """Raise DataError unless a URL is allowed to be read, and to be stored in an index."""
+    """Raise DataError unless a URL may be read and may be stored in an index."""
     check_url(url)
     if not urlsplit(url).hostname:
         raise DataError(f"{redacted(url)}: has no bucket or host; expected a URL like s3://bucket/train")
@@ -405,10 +407,10 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
             if url.endswith(".tar") and "*" not in url and not url.startswith("hf:"):
                 named.append(url)
             else:
-                files.update(cache.patiently(url, partial(list_tars, url, timeout_s)))
+                files.update(cache.with_retries(url, partial(list_tars, url, timeout_s)))
     # Requesting a size is one short request that mostly waits, so use more threads.
     with ThreadPoolExecutor(4 * workers) as pool, set_on_error(stopped):
-        requests = {url: pool.submit(cache.patiently, url, partial(size_of, url, timeout_s)) for url in named}
+        requests = {url: pool.submit(cache.with_retries, url, partial(size_of, url, timeout_s)) for url in named}
         for url, request in requests.items():
             files[url] = RemoteFile(request.result())
     if not files:
@@ -441,5 +443,5 @@ def pinned(url: str, folder: Path, cache: Cache) -> str:
     if not url.startswith("hf:"):
         return url
     pin = load_optional(HUB + "pin", "hf://")
-    result: str = pin(url, folder, cache.patiently, cache.cfg.timeout_s)
+    result: str = pin(url, folder, cache.with_retries, cache.cfg.timeout_s)
     return result

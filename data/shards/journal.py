@@ -4,7 +4,7 @@
    deletes temporary files of killed processes.
 2. `has` returns whether a shard is finished.
 3. `add` records a finished shard: its row in the index, its samples per class, and skipped members (`Refusals`).
-4. `finish` writes the index of the set's shards, and deletes the journal.
+4. `finish` writes the index of the data set's shards, and deletes the journal.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Pack samples into tar shards and index them; equal samples always result in byte-identical shards.
 
-How samples become a set, in order:
+How samples become a data set, in order:
 1. `group_samples` splits the stream of samples into groups, one per shard;
 2. `is_done` compares each group with the shard of an earlier, killed run; a matching shard is not written again;
 3. `write_shard` checks keys and labels, and writes each tar with its table, in several threads;
 4. the journal records every finished shard in order, and finally becomes the index.
 
-A set with an index is finished and does not change: `restore` compares it with the samples, and writes missing or
+A data set with an index is finished and does not change: `restore` compares it with the samples, and writes missing or
 damaged shards again. Different samples raise an error.
 
     pack(digits(True), "shards/digits", name="train", shard_samples=500)
@@ -64,7 +64,8 @@ def pack(
     `names` are class names in the order of their ids. `restarts` adds restart markers to JPEGs (`data.images.decode`):
     equal pixels, faster crops. `report` gets the number of finished shards and the number of finished samples. The
     command can be killed and run again with the same samples; finished shards are kept. Raises DataError for a label ≥
-    `classes` (None: ≥ a million), a repeated key in a shard, no samples, or a finished set with different samples.
+    `classes` (None: ≥ a million), for a repeated key in a shard, if there are no samples, or if a finished data set has
+    different samples.
     """
     check_name(name, "a set", "give its name: --name train")
     directory = Path(directory)
@@ -169,24 +170,26 @@ def restore(
     restarts: bool,
     report: Progress | None,
 ) -> Index:
-    """Compare a finished set with the samples, one group per shard; write missing or damaged shards again.
+    """Compare a finished data set with the samples, one group per shard; write missing or damaged shards again.
 
-    Raises DataError, before any change, if the set has other samples, classes or names.
+    Raises DataError, before any change, if the data set has other samples, classes or names.
     """
     set_path = directory / f"{finished.name}{SUFFIX}"
     remedy = (
-        "\n  a finished set does not change, because runs may have read it"
+        "\n  a finished data set does not change, because runs may have read it"
         f"\n  use another folder or --name; or delete {finished.name}'s tars and index there if nothing needs them"
     )
     if finished.origin is not None or Path(finished.directory) != directory.resolve():
-        raise DataError(f"{set_path} is a set with tars in {finished.directory} (digest {finished.digest}){remedy}")
+        raise DataError(
+            f"{set_path} is a data set with tars in {finished.directory} (digest {finished.digest}){remedy}"
+        )
     # The number of classes that packing these samples would count.
     given = classes or int(np.flatnonzero(finished.class_counts).max(initial=-1)) + 1
     counts = [*finished.class_counts, *[0] * given][:given]
     given_digest = digest_of(finished.shards, counts, names)
     if given_digest != finished.digest:
         raise DataError(
-            f"{set_path} is a finished set with digest {finished.digest}\n"
+            f"{set_path} is a finished data set with digest {finished.digest}\n"
             f"  the class names or the number of classes of this command would change it to {given_digest}{remedy}"
         )
 
@@ -197,8 +200,8 @@ def restore(
         shard = expected.pop(path.name, None)
         if shard is None:
             raise DataError(
-                f"{set_path} is a finished set without {path.name} (digest {finished.digest}); the source has more "
-                f"samples{remedy}"
+                f"{set_path} is a finished data set without {path.name} (digest {finished.digest}); the source has "
+                f"more samples{remedy}"
             )
         if not is_done(shard, path, group, restarts):
             write_shard(path, group, classes, restarts, threading.Event(), shard)
@@ -207,7 +210,7 @@ def restore(
             report(number + 1, finished_samples)
     if expected:
         raise DataError(
-            f"{set_path} is a finished set of {finished.samples:,} samples (digest {finished.digest})\n"
+            f"{set_path} is a finished data set of {finished.samples:,} samples (digest {finished.digest})\n"
             f"  the source has only {finished_samples:,}, so {next(iter(expected))} would be empty{remedy}"
         )
     return finished
@@ -271,9 +274,9 @@ def write_shard(
         if expected is not None and digest != expected.sha256:
             move = shlex.join(["mv", str(path.parent), f"{path.parent}-old"])
             raise DataError(
-                f"{path} is a shard of a finished set, with sha256 {expected.sha256}\n"
+                f"{path} is a shard of a finished data set, with sha256 {expected.sha256}\n"
                 f"  these samples would change it to {digest}: they differ, or are split differently\n"
-                "  a finished set does not change, because runs may have read it\n"
+                "  a finished data set does not change, because runs may have read it\n"
                 f"  use another folder or --name; or move this one away: {move}"
             )
     # Build the table from the tar, as for tars from other tools.

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from data.remote.cache import Cache
     from data.remote.ranges import Ranges
 
-MOST_OPEN = 4096  # shards that a process keeps mapped; a lane uses two or three, or more if they are small
-MOST_LINES = 10  # unusable shards that an error lists individually
-MOST_DROPPED = 100  # shards that an error offers to exclude; if more are missing, something else is wrong
+MAX_OPEN = 4096  # shards that a process keeps mapped; a lane uses two or three, or more if they are small
+MAX_LINES = 10  # unusable shards that an error lists individually
+MAX_DROPPED = 100  # shards that an error offers to exclude; if more are missing, something else is wrong
 
 
 # --------------------------------------------------------------------------------------- checks before a run
@@ -83,17 +83,17 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
     # line, because `status` shows only that.
     named = [f"{place}: {problem}" for place, problem in problems.items()]
     lines = [f"{len(problems)} of {len(places)} shards cannot be used: {named[0]}"]
-    for problem in named[1:MOST_LINES]:
+    for problem in named[1:MAX_LINES]:
         lines.append(f"  {problem}")
-    if len(problems) > MOST_LINES:
-        lines.append(f"  … and {len(problems) - MOST_LINES} more")
+    if len(problems) > MAX_LINES:
+        lines.append(f"  … and {len(problems) - MAX_LINES} more")
     remedy = "  restore them, or run `python -m jobs index` on the remaining tars, which makes a different set"
     if any(index.origin is not None for index in sets):
         remedy += ", and `python -m jobs subset` of it; if you moved folders, move a subset and its parent together"
     if len(problems) == len(places):
         remedy += "\n  a pack stage can pack its shards again: delete its done.json, and run its recipe again"
     # Print the complete option, including already excluded shards, so that the user can copy it.
-    elif option and len(problems) <= MOST_DROPPED:
+    elif option and len(problems) <= MAX_DROPPED:
         names = list(dropped)
         for place in problems:
             # The shortest end of its path that identifies it.
@@ -137,7 +137,7 @@ class OpenShard(NamedTuple):
 
 
 class ShardReader:
-    """Returns (key, image bytes, label bytes) of any sample, and keeps recently used shards mapped.
+    """Reads any sample as (key, image bytes, label bytes), and keeps recently used shards mapped.
 
     With `by_range`, samples of missing remote shards are read individually; otherwise reading waits for the shard.
     """
@@ -360,7 +360,7 @@ def most_open() -> int:
     """Return the number of shards to keep open; each needs two open files, the tar and its table."""
     # With two files per shard, a quarter of the limit leaves half of the files for everything else.
     files_allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return min(MOST_OPEN, max(8, files_allowed // 4))
+    return min(MAX_OPEN, max(8, files_allowed // 4))
 
 
 def mark_of(status: os.stat_result, expected: str) -> Path:

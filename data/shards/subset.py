@@ -1,10 +1,10 @@
-"""Create an index of selected samples of a set that refers to the same tars; nothing is repacked.
+"""Create an index of selected samples of a data set, which refers to the same tars; nothing is repacked.
 
-How subsets of a set are created, in one pass for all of them (`make_subsets`):
+How subsets of a data set are created, in one pass for all of them (`make_subsets`):
 1. Labels come from the tables, which contain a digest of each label: the digest of `17` identifies the text without
    reading the tar. Other texts, such as several labels, are read once per shard. If no rule needs labels, only those
    of chosen samples are determined.
-2. Each rule chooses samples. Its parts apply in order, each to the remaining samples:
+2. Each rule selects samples. Its parts apply in order, each to the remaining samples:
    `keep` classes, `only` the samples in a list or all `but` these, a `part`, a number of `shots` per class.
 3. Each shard with chosen samples gets a table of these rows; other shards are not in the subset.
 4. The JSON refers to the same tars, and records the parent index and the rule (`index.Origin`).
@@ -97,7 +97,7 @@ class Rule:
 
 
 def check_seed(seed: int | None) -> None:
-    """Raise ConfigError if a seed is outside the range of numpy and of the other seeds in a recipe."""
+    """Raise ConfigError if a seed is outside the range that numpy and the other seeds of a recipe accept."""
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(f"seed is {seed}, expected 0 to {2**63 - 1}")
 
@@ -225,7 +225,7 @@ def read_all_labels(
 def read_shard_labels(
     index: Index, cache: CacheConfig, wanted: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the concatenated labels of a shard's samples, and the number per sample; unusable labels are omitted.
+    """Return the concatenated labels of a shard's samples, and the number of labels per sample; omit unusable labels.
 
     `index` contains only this shard; only labels of `wanted` (N,) samples are read. A text is identified by its digest
     if it is a class id or name; for any other digest, the label of one sample is read.

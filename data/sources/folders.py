@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from data.index.shard import IMAGES, is_image
 from data.sources.samples import Sample
 from data.walk import class_folders_in, files_below, matching
 
-MOST_KINDS = 10  # kinds of skipped files that a warning lists
+MAX_KINDS = 10  # kinds of skipped files that a warning lists
 
 
 class ListedFile(NamedTuple):
@@ -41,6 +41,7 @@ def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
     """
     entries: list[ListedFile] = []
     skipped: Counter[str] = Counter()
+    sub_folders: dict[str, list[str]] = {}
     for label, class_name in enumerate(folder_classes(root, skipped)):
         folder = Path(root, class_name)
         others: Counter[str] = Counter()
@@ -52,9 +53,13 @@ def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
                 f"  expected {', '.join(IMAGES)}: convert the files, or remove the folder"
             )
         skipped += others
+        sub_folders[class_name] = sub_folders_with_images(folder, paths)
         for path in paths:
             entries.append(ListedFile(str(path.relative_to(root)), (label,)))
     warn_of_others(root, skipped)
+    merged = merged_folders(sub_folders)
+    if merged:
+        logging.getLogger(__name__).warning("%s: %s", root, merged)
     yield from read_files(root, entries)
 
 
@@ -79,6 +84,29 @@ def images_below(folder: Path, skipped: Counter[str]) -> list[Path]:
     return paths
 
 
+def sub_folders_with_images(folder: Path, images: Iterable[Path]) -> list[str]:
+    """Return the names of a class folder's direct sub-folders that contain some of these images, in order."""
+    names: dict[str, None] = {}
+    for path in images:
+        first, *below = path.relative_to(folder).parts
+        if below:
+            names[first] = None
+    return list(names)
+
+
+def merged_folders(sub_folders: Mapping[str, Sequence[str]]) -> str:
+    """Return a note on class folders with several sub-folders, which may be the intended classes; "" if there are none.
+
+    `sub_folders` maps each class to its sub-folders with images.
+    """
+    merged = {name: folders for name, folders in sub_folders.items() if len(folders) > 1}
+    if not merged:
+        return ""
+    examples = [f"{printable(name)}: {preview(folders)}" for name, folders in list(merged.items())[:3]]
+    more = f"; and {len(merged) - 3} other classes" if len(merged) > 3 else ""
+    return f"images in sub-folders count for the class of the folder above ({'; '.join(examples)}{more})"
+
+
 def warn_of_others(root: str | os.PathLike[str], skipped: Counter[str]) -> None:
     """Log a warning about files that `images_below` has skipped, if any."""
     if skipped:
@@ -89,7 +117,7 @@ def warn_of_others(root: str | os.PathLike[str], skipped: Counter[str]) -> None:
 
 def in_words(kinds: Counter[str]) -> str:
     """Return counts of files by kind as text: "3 × .tif, 1 × hidden file"."""
-    return ", ".join(f"{count} × {printable(kind)}" for kind, count in kinds.most_common(MOST_KINDS))
+    return ", ".join(f"{count} × {printable(kind)}" for kind, count in kinds.most_common(MAX_KINDS))
 
 
 def folder_classes(root: str | os.PathLike[str], skipped: Counter[str] | None = None) -> Names:

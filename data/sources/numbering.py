@@ -2,8 +2,8 @@
 
 1. A source provides its class names (`data.sources`), or a class list does (`read_class_list`), in the order of
    their ids.
-2. `number` compares them with the names of the target numbering, usually of another set, and maps each id of the source
-   to an id of the target. Names that the target lacks are an error, unless they are renamed or excluded (`keep`).
+2. `number` compares them with the names of the target numbering, usually of another data set, and maps each id of the
+   source to an id of the target. Names missing from the target are an error, unless they are renamed or excluded.
 
     number(("bird", "kitty"), ("airplane", "bird", "cat"), rename={"kitty": "cat"}).ids    {0: 1, 1: 2}
 """
@@ -92,18 +92,18 @@ def check_unambiguous(names: Sequence[str], path: str) -> None:
 
 @dataclass(frozen=True)
 class Numbering:
-    """A mapping from a source's class ids to the ids written to the set."""
+    """A mapping from a source's class ids to the ids written to the data set."""
 
     names: Names = ()  # names of the written ids; () if unknown
     ids: Mapping[int, int] | None = None  # {source id: written id}, without excluded classes; None: no change
     known: int | None = None  # number of the source's classes; None: unknown
 
     def labels(self, labels: Sequence[int], key: str) -> tuple[int, ...]:
-        """Return the written labels of a sample; raises DataError for an id without a name."""
+        """Return the labels to write for a sample; raises DataError for an id without a name."""
         if self.known is not None and max(labels, default=0) >= self.known:
             raise DataError(
                 f"sample {printable(key)} has label {max(labels)}, but there are {self.known} class names\n"
-                f"  expected labels from 0 to {self.known - 1}: do these class names belong to this set?"
+                f"  expected labels from 0 to {self.known - 1}: do these class names belong to this data set?"
             )
         if self.ids is None:
             return tuple(labels)
@@ -122,12 +122,12 @@ def number(
     rename: Mapping[str, str] | None = None,
     keep: Sequence[int | str] | None = None,
     name: str = "the set",
-    giver: str = "the class list",
+    target_name: str = "the class list",
 ) -> Numbering:
     """Return the numbering from a source's `own` names to the ids of `target`, or to new ids without `target`.
 
     If the source has no names, its ids are used as ids of `target`. `rename` and `keep` refer to the source's
-    classes. `name` and `giver` are the names of both sets for messages. Raises DataError if `target` lacks names.
+    classes. `name` and `target_name` are used in messages. Raises DataError if `target` lacks names.
     """
     rename = rename or {}
     check_known(rename, own, f"{name}: rename")
@@ -162,26 +162,26 @@ def number(
         else:
             lacking.append(name_in_target)
     if lacking:
-        check_unicode_forms(lacking, target, name, giver)
+        check_unicode_forms(lacking, target, name, target_name)
         raise DataError(
-            f"{name}: {giver} lacks {len(lacking)} of the {len(own)} classes here: {preview(lacking)}\n"
-            f"  expected classes of {giver}: {preview(target)}\n"
+            f"{name}: {target_name} lacks {len(lacking)} of the {len(own)} classes here: {preview(lacking)}\n"
+            f"  expected classes of {target_name}: {preview(target)}\n"
             f"  rename them (--rename {shlex.quote(lacking[0] + '=NAME')}; in a recipe rename: "
-            f"{{{json.dumps(lacking[0], ensure_ascii=False)}: NAME}}), or pack this set with a separate numbering"
+            f"{{{json.dumps(lacking[0], ensure_ascii=False)}: NAME}}), or pack this data set with a separate numbering"
         )
     is_as_it_was = ids == dict(enumerate(range(len(own))))
     return Numbering(target, None if is_as_it_was else ids, len(own))
 
 
-def check_unicode_forms(lacking: Sequence[str], target: Sequence[str], name: str, giver: str) -> None:
-    """Raise DataError if a class name looks the same in both sets but has different Unicode forms (NFC, NFD)."""
+def check_unicode_forms(lacking: Sequence[str], target: Sequence[str], name: str, target_name: str) -> None:
+    """Raise DataError if a class name looks the same in both data sets but has different Unicode forms (NFC, NFD)."""
     composed = {unicodedata.normalize("NFC", other): other for other in target}
     for class_name in lacking:
         other = composed.get(unicodedata.normalize("NFC", class_name))
         if other is not None and other != class_name:
             forms = [form for form in ("NFC", "NFD") if unicodedata.is_normalized(form, class_name)]
             raise DataError(
-                f"{name}: class {preview([class_name])} looks the same in {giver}, but is stored in another "
+                f"{name}: class {preview([class_name])} looks the same in {target_name}, but is stored in another "
                 f"Unicode form ({' or '.join(forms) or 'mixed'} here); macOS writes file names in NFD\n"
                 f"  rename it: --rename {shlex.quote(class_name + '=' + other)}, or rename the folder"
             )

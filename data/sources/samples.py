@@ -1,4 +1,4 @@
-"""Samples to be packed: encoded images with class ids; the digits data set; descriptions of known data sets.
+"""Samples to pack: encoded images with class ids; the digits data set; descriptions of known data sets.
 
 A source is a generator of `Sample` in a fixed order. Lists of files are ordered by the hash of their names, so that
 every shard mixes classes. Nothing is unpickled. The function `…_classes` next to a source returns its class names, in
@@ -28,7 +28,7 @@ DIGITS: Names = tuple("0123456789")  # class names
 class Sample:
     """An encoded image, in memory or in a file, with its class ids; `key` identifies the sample and contains no dot.
 
-    `labels` is None in a set without labels; packing rejects empty `labels`.
+    `labels` is None in a data set without labels; packing rejects empty `labels`.
     """
 
     key: str
@@ -63,7 +63,7 @@ class RawSample(NamedTuple):
 
 
 def numbered(samples: Iterable[Sample], numbering: Numbering) -> Iterator[Sample]:
-    """Yield the samples with renumbered class ids, except for samples whose classes the numbering excludes."""
+    """Yield the samples with renumbered class ids; skip samples whose classes the numbering excludes."""
     for sample in samples:
         if sample.labels is None:
             yield sample

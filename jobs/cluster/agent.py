@@ -1,19 +1,19 @@
 """A node's agent: starts and monitors the workers on its node, and reports to the driver. Every node has one agent.
 
-On a Ray cluster, the agent is an actor; without Ray, it is an object in the driver. The class is the same.
+On a Ray cluster, the agent is an actor; without Ray, it is an object in the driver. Both use the same class.
 
 1. The agent runs a fork server (fork_server.py), which stays warm between attempts and stages.
 2. `start` forks this node's workers for an attempt.
 3. `poll` returns after `wait_s`, or at once if a worker has started, ended or received SIGTERM. The report is small:
 
-       NodeReport(workers=[WorkerState(rank=3, pid=4711, place=PhaseReport(812, "reduce", 1200, ""), …), …])
+       NodeReport(workers=[WorkerState(rank=3, pid=4711, phase=PhaseReport(812, "reduce", 1200, ""), …), …])
 
    The agent determines what can be observed only on the worker's node: the worker's exit code or signal, and whether
    it is suspended by a signal or was killed by the kernel's out-of-memory killer. A suspended fork server is killed and
    replaced.
 4. `stop` tells the workers to commit and exit; `end` kills the remaining processes of an attempt.
 
-When the driver ends, so do the agent and its workers (fork_server.py).
+If the driver exits or is killed, its agents and workers exit too (fork_server.py).
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ from pipeline.monitoring.watchdog import STOP_FILE, PhaseReport, read_phase
 
 VMSTAT = Path("/proc/vmstat")  # counts OOM kills of all cgroups; readable in any container
 OOM_WINDOW_S = 10.0  # maximum time from an OOM kill to the worker's end; a large process takes a while to die
-LOOK_S = 1.0  # interval between reads of the kernel's counter and of the fork server's state
+CHECK_EVERY_S = 1.0  # interval between reads of the kernel's counter and of the fork server's state
 MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "pl-agent-"
 LOCK = "lock"
@@ -61,7 +61,7 @@ _umask_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class StartRequest:
-    """A request that tells an agent to start the workers of an attempt on its node."""
+    """A request to an agent to start an attempt's workers on its node."""
 
     ranks: Sequence[RankInfo]
     payload: bytes  # pickled (function, task)
@@ -80,7 +80,7 @@ class WorkerState:
     rank: int
     pid: int = 0  # 0 before the fork
     record: WorkerRecord | None = None  # written by the worker when it starts and ends
-    place: PhaseReport | None = None
+    phase: PhaseReport | None = None
     is_stopped: bool = False  # suspended by a signal such as SIGSTOP
     death: str = ""  # cause of death, if the worker ended without writing a record
 
@@ -96,7 +96,7 @@ class NodeReport:
 
     news: int  # number of events on this node so far; the next poll sends it back
     workers: list[WorkerState] = field(default_factory=list)
-    sigterm_ranks: list[int] = field(default_factory=list)  # ranks of the workers that have received SIGTERM
+    sigterm_ranks: list[int] = field(default_factory=list)  # ranks of the workers with a pending SIGTERM
     # Changed files, if the node does not share the driver's storage.
     changes: list[Change] = field(default_factory=list)
     fault: str = ""  # why the agent has killed its fork server in this attempt
@@ -147,12 +147,14 @@ class Agent:
         """Start the fork server, unless it is already running, without waiting until it is ready.
 
         The fork server imports modules only for workers without GPUs: importing torch or DeepSpeed may initialise CUDA,
-        and a process that has initialised CUDA must not fork.
+        after which a process must not fork.
         """
         with self.changed:
             if self.server is None:
                 self.server = ForkServer(self.base, has_gpus=self.has_gpus)
-                threading.Thread(target=self._hear, args=(self.server,), name="fork server", daemon=True).start()
+                threading.Thread(
+                    target=self._process_replies, args=(self.server,), name="fork server", daemon=True
+                ).start()
 
     def ping(self) -> None:
         """Reply to a heartbeat at once, even during `listen` and `start`, which may take minutes."""
@@ -167,7 +169,7 @@ class Agent:
             self.server.connection.send(Listen(self.address))
             # The fork server responds only after all its imports.
             while not self.port and self.server is not None:
-                self.changed.wait(LOOK_S)
+                self.changed.wait(CHECK_EVERY_S)
                 self._end_frozen_server(FROZEN_S)
             if self.server is None:
                 raise RuntimeError(self.fault or f"the fork server of {socket.gethostname()} has died")
@@ -212,34 +214,35 @@ class Agent:
             return self.files is not None
 
     def poll(self, news: int, wait_s: float, acknowledged: Mapping[str, Mark]) -> NodeReport:
-        """Return the state of the workers after `wait_s`, or at once if there are events newer than number `news`.
+        """Return the workers' states after `wait_s` seconds, or at once if there are events newer than `news`.
 
-        `acknowledged` contains the marks of file changes that the driver has written.
+        `news` is the number of the last event in the previous report. `acknowledged` contains the marks of the file
+        changes already written by the driver.
         """
         deadline = time.monotonic() + wait_s
         with self.changed:
             if self.files is not None:
                 self.files.acknowledge(acknowledged)
             while self.news == news and time.monotonic() < deadline:
-                self.changed.wait(min(LOOK_S, max(0.0, deadline - time.monotonic())))
+                self.changed.wait(min(CHECK_EVERY_S, max(0.0, deadline - time.monotonic())))
                 self.oom_kills.are_recent()
             self._end_frozen_server(FROZEN_S)
             self._read_records()
             sigterm_ranks = []
             for worker in self.workers.values():
-                worker.place = read_phase(self.node_folder, worker.rank)
+                worker.phase = read_phase(self.node_folder, worker.rank)
                 worker.is_stopped = False
                 with suppress(psutil.Error):
                     worker.is_stopped = worker.pid != 0 and psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED
                 if worker_file(self.node_folder, worker.rank, ".sigterm").exists():
                     sigterm_ranks.append(worker.rank)
-            changes = self.files.look() if self.files is not None else []
+            changes = self.files.changes() if self.files is not None else []
             # Return copies: without Ray, the driver would get these objects, which change when the attempt ends.
             states = [dataclasses.replace(worker) for worker in self.workers.values()]
             return NodeReport(self.news, states, sigterm_ranks, changes, self.fault)
 
     def acknowledge(self, acknowledged: Mapping[str, Mark]) -> None:
-        """Record which file changes the driver has written."""
+        """Record which file changes have been written by the driver."""
         with self.changed:
             if self.files is not None:
                 self.files.acknowledge(acknowledged)
@@ -254,7 +257,7 @@ class Agent:
             return any(worker.record is not None for worker in self.workers.values())
 
     def end(self) -> str:
-        """Kill the attempt's workers and their data loaders, and wait until they are gone.
+        """Kill the attempt's workers and their data loaders, and wait until they have exited.
 
         Returns why the fork server had to be killed; "" if it is healthy.
         """
@@ -292,30 +295,30 @@ class Agent:
             server.close()
         shutil.rmtree(self.base, ignore_errors=True)
 
-    def _hear(self, server: ForkServer) -> None:
+    def _process_replies(self, server: ForkServer) -> None:
         """Process the replies from a fork server until the server ends; runs in a thread."""
         with suppress(EOFError, OSError):
             while True:
-                answer = server.connection.recv()
+                reply = server.connection.recv()
                 with self.changed:
-                    if isinstance(answer, Listening):
-                        self.port = answer.port
-                    elif isinstance(answer, Forked):
-                        self.workers[answer.rank].pid = answer.pid
-                    elif isinstance(answer, WorkerEnded):
+                    if isinstance(reply, Listening):
+                        self.port = reply.port
+                    elif isinstance(reply, Forked):
+                        self.workers[reply.rank].pid = reply.pid
+                    elif isinstance(reply, WorkerEnded):
                         # A worker writes its record before it ends; if there is no record, it was killed or crashed. A
                         # negative exit code is a signal. The kernel's OOM killer sends SIGKILL too, but reports no pid:
-                        # its counter is the only evidence that is readable everywhere.
+                        # its counter is the only evidence readable everywhere.
                         self._read_records()
-                        self.ended_pids.add(answer.pid)
-                        if answer.exit_code >= 0:
-                            death = f"exited with code {answer.exit_code} without reporting an error"
-                        elif answer.exit_code == -signal.SIGKILL and self.oom_kills.are_recent():
+                        self.ended_pids.add(reply.pid)
+                        if reply.exit_code >= 0:
+                            death = f"exited with code {reply.exit_code} without reporting an error"
+                        elif reply.exit_code == -signal.SIGKILL and self.oom_kills.are_recent():
                             death = "killed by the out-of-memory killer"
                         else:
-                            death = f"killed by {signal.Signals(-answer.exit_code).name}"
+                            death = f"killed by {signal.Signals(-reply.exit_code).name}"
                         for worker in self.workers.values():
-                            if worker.pid == answer.pid and not worker.has_ended:
+                            if worker.pid == reply.pid and not worker.has_ended:
                                 worker.death = death
                     self.news += 1
                     self.changed.notify_all()
@@ -345,7 +348,7 @@ class Agent:
         if now >= self.stopped_since + limit_s:
             stopped_s = now - self.stopped_since
             self.fault = f"its node's fork server was frozen: stopped by a signal for {stopped_s:.0f} s, then killed"
-            # `_hear` ends its workers, and the next attempt starts another one.
+            # `_process_replies` ends its workers, and the next attempt starts another one.
             self.server.process.kill()
 
     def _read_records(self) -> None:
@@ -356,7 +359,7 @@ class Agent:
 
 
 def remove_folders_of_killed_agents(parent: Path) -> None:
-    """Remove this user's agent folders whose lock is not held. Every user of the machine may write to `parent`."""
+    """Remove this user's stale agent folders, whose lock is free, from `parent`, which all users may write to."""
     for other in parent.glob(f"{FOLDER_PREFIX}*"):
         # Another user may have created the folder, or a link or pipe of this name: do not open anything in it.
         if not (is_own(other) and is_own(other / LOCK)):
@@ -375,7 +378,7 @@ class OomKills:
         self.are_recent()
 
     def are_recent(self) -> bool:
-        """Return whether the kernel's OOM-kill counter rose within OOM_WINDOW_S; False if the counter is unreadable.
+        """Return whether the kernel's OOM-kill counter rose in the last OOM_WINDOW_S seconds; False if unknown.
 
         This is called about once a second, so the oldest stored count is at least as old as the window.
         """

@@ -1,11 +1,11 @@
-"""Compute how many workers fit on which nodes of a Ray cluster, and which campaigns hold the other resources.
+"""Compute how many workers fit on each node of a Ray cluster, and which campaigns hold the remaining resources.
 
-The resources of one worker are called a share. A share is never split between nodes.
+The resources of one worker are called a share. A share is never split across nodes.
 
 >>> room_for({"CPU": 2}, {"n1": {"CPU": 5.0}, "n2": {"CPU": 1.0}})
 2
 >>> missing(2, {"CPU": 4}, open_to_us={"n1": {"CPU": 6.0}}, cluster=ClusterState.now())
-room for 1 of 2 workers of 4 CPUs; free: 6 CPUs on n1; held: 8 CPUs by /runs/photographs
+room for 1 of 2 workers with 4 CPUs each; free: 6 CPUs on n1; held: 8 CPUs by /runs/photographs
 
 Only public interfaces of Ray are used: its list of nodes, its table of placement groups, and the status printed by
 `ray status`, which sends one request to the head.
@@ -22,7 +22,7 @@ from ray.util.placement_group import placement_group_table
 from data.checks import few
 
 OWNER = "patchline "  # prefix of our placement groups' names; the run and a random suffix follow
-DRAINING = "DRAINING"  # Ray's status of a node that is about to leave
+DRAINING = "DRAINING"  # Ray's status of a node about to leave the cluster
 
 Resources = Mapping[str, float]  # Ray's resource name → amount
 
@@ -37,7 +37,7 @@ class ClusterState:
 
     @classmethod
     def now(cls, without: Set[str] = frozenset()) -> "ClusterState":
-        """Query the head for the current state, excluding the nodes in `without`. Thread-safe."""
+        """Query the head node for the current state, excluding the nodes in `without`. Thread-safe."""
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
         total: dict[str, dict[str, float]] = {}
         free: dict[str, dict[str, float]] = {}
@@ -70,7 +70,7 @@ class ClusterState:
 
 
 def room_for(share: Mapping[str, int], nodes: Mapping[str, Resources]) -> int:
-    """Return how many workers fit on the nodes; the resources of one worker are never split between nodes."""
+    """Return how many workers fit on the nodes; one worker's resources are never split across nodes."""
     workers = 0
     for resources in nodes.values():
         workers += min(int(resources.get(name, 0) // count) for name, count in share.items())
@@ -79,7 +79,7 @@ def room_for(share: Mapping[str, int], nodes: Mapping[str, Resources]) -> int:
 
 def missing(workers: int, share: Mapping[str, int], open_to_us: Mapping[str, Resources], cluster: ClusterState) -> str:
     """Describe why workers must wait: how many fit, what is free on each node, and which campaigns hold the rest."""
-    parts = [f"room for {min(room_for(share, open_to_us), workers)} of {workers} workers of {in_words(share)}"]
+    parts = [f"room for {min(room_for(share, open_to_us), workers)} of {workers} workers with {in_words(share)} each"]
     room_when_empty = room_for(share, cluster.total)
     if room_when_empty < workers:
         parts.append(f"the whole cluster has room for only {room_when_empty}")

@@ -3,11 +3,11 @@
 1. A thread checks every few seconds how many workers the cluster has room for. It is a separate thread because an
    unreachable head delays the reply.
 2. A scale-up is possible only after new nodes have stayed in the cluster for `patience_s`.
-3. At the first commit after that, the workers are told to stop, so no step is lost. The next attempt uses all
-   places that are free by then.
-4. If the next attempt does not get the places, because another campaign took them or the nodes have left, the run does
-   not try to scale up for ten minutes. The same applies if the larger attempt ends without a commit, because a new node
-   may be broken: the run then falls back to the previous number of workers, on their nodes.
+3. At the first commit after that, the workers are told to stop, so no step is lost. The next attempt uses all slots
+   free by then.
+4. If the next attempt does not get these slots, because another campaign took them or the nodes have left, the run
+   does not try to scale up again for ten minutes. The same applies if the larger attempt ends without a commit, because
+   a new node may be broken: the run then falls back to the previous number of workers, on the previous nodes.
 
     growth = Growth((4, 3), 60.0, room, last_step)      # for an attempt with two workers
     growth.start()
@@ -21,14 +21,14 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-LOOK_S = 3.0  # interval between checks of the room in the cluster
-AGAIN_S = 600.0  # wait after a failed scale-up; doubles with each failure
-LONGEST_AGAIN_S = 86_400.0
+CHECK_EVERY_S = 3.0  # interval between checks of the room in the cluster
+COOLDOWN_S = 600.0  # wait after a failed scale-up; doubles with each failure
+MAX_COOLDOWN_S = 86_400.0
 
 
 @dataclass(frozen=True)
 class Proven:
-    """The number of workers and the nodes of an attempt that has committed a checkpoint."""
+    """The number of workers and the nodes of an attempt with a committed checkpoint."""
 
     world: int
     nodes: Set[str]
@@ -41,7 +41,7 @@ class Sizes:
     worlds: Sequence[int]  # the stage's allowed numbers of workers, largest first
     clock: Callable[[], float] = time.monotonic  # seconds
     limit: int | None = None  # maximum number of workers of the next attempt
-    proven: Proven | None = None  # the last attempt that has committed
+    proven: Proven | None = None  # the last attempt with a commit
     target: int = 0  # target of the scale-up for which the previous attempt was stopped; 0 if there was none
     not_before: float = 0.0  # earliest time of the next scale-up, by `clock`
     failures: int = 0  # failed scale-ups since the last successful one
@@ -50,25 +50,25 @@ class Sizes:
         """Return the numbers of workers that the next attempt may use, largest first."""
         return [world for world in self.worlds if self.limit is None or world <= self.limit]
 
-    def begins(self, world: int) -> None:
-        """Record that an attempt has places for `world` workers; if the target was higher, postpone scaling up."""
+    def record_start(self, world: int) -> None:
+        """Record that an attempt has slots for `world` workers; postpone scaling up if the target was higher."""
         if world < self.target:
             self.postpone_growth()
         self.target = 0
 
-    def grows(self, target: int) -> None:
+    def record_scale_up(self, target: int) -> None:
         """Record that an attempt was stopped to scale up to `target` workers."""
         self.target = target
         self.limit = None
 
-    def has_committed(self, world: int, nodes: Set[str]) -> None:
+    def record_commit(self, world: int, nodes: Set[str]) -> None:
         """Record that an attempt has committed a checkpoint."""
         if self.proven is not None and world > self.proven.world:
             self.failures = 0
         self.proven = Proven(world, nodes)
 
     def fall_back(self, world: int) -> Proven | None:
-        """Return the smaller proven attempt to fall back to after a failure with `world` workers, or None."""
+        """Return the smaller proven attempt to fall back to after a failure with `world` workers, if any."""
         if self.proven is None or world <= self.proven.world:
             return None
         self.limit = self.proven.world
@@ -77,7 +77,7 @@ class Sizes:
 
     def postpone_growth(self) -> None:
         """Postpone scaling up for a cooldown period, which doubles with each failure up to a limit."""
-        self.not_before = self.clock() + min(AGAIN_S * 2**self.failures, LONGEST_AGAIN_S)
+        self.not_before = self.clock() + min(COOLDOWN_S * 2**self.failures, MAX_COOLDOWN_S)
         self.failures += 1
 
 
@@ -105,14 +105,14 @@ class Growth:
             threading.Thread(target=self.watch, name="growth", daemon=True).start()
 
     def watch(self) -> None:
-        """Check the room in the cluster every LOOK_S until the attempt has ended."""
-        while not self.has_ended.wait(LOOK_S):
+        """Check every CHECK_EVERY_S seconds how much room the cluster has, until the attempt has ended."""
+        while not self.has_ended.wait(CHECK_EVERY_S):
             # Ignore errors: the head may be unreachable, and the next check may succeed.
             with suppress(Exception):
-                self.look()
+                self.check_room()
 
-    def look(self) -> None:
-        """Check how many workers the cluster has room for now."""
+    def check_room(self) -> None:
+        """Check once how many workers the cluster has room for, and whether scaling up is due."""
         room = self.room()
         now = self.clock()
         since = {}
@@ -127,8 +127,8 @@ class Growth:
     def is_due(self) -> bool:
         """Return whether to stop this attempt so that the next attempt can use more workers.
 
-        This is true if there has been room for `patience_s`, and a checkpoint was committed after that. Once true, it
-        stays true.
+        True if the cluster has had room for them for `patience_s` seconds and a checkpoint has been committed since
+        then. Once true, the result stays true.
         """
         if self.target is not None:
             return True

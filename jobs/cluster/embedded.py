@@ -1,4 +1,4 @@
-"""An embedded Ray cluster: runs `ray start --head` on the loopback interface, and ends when the command ends.
+"""An embedded Ray cluster: `ray start --head` on the loopback interface, stopped when the command ends.
 
     python -m jobs.cluster.embedded DIRECTORY CPUS [gpus]        (the guard, a child of the driver)
 
@@ -34,7 +34,7 @@ import psutil
 
 from data.errors import ClusterError
 from data.files import home, import_path
-from jobs.cluster.worker import LOOPBACK, outlive
+from jobs.cluster.worker import LOOPBACK, ignore_signal
 from jobs.cluster_config import ClusterConfig
 from pipeline.identity import workers_per_gpu
 
@@ -66,7 +66,7 @@ EMBEDDED_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Embedded:
-    """A cluster started by this process; the cluster may not be ready to join yet."""
+    """A cluster started by this process; it may not be ready to join yet."""
 
     guard: subprocess.Popen[str]
     directory: Path  # ours (mode 0700); Ray's own directory inside it is open to everybody (0777)
@@ -80,8 +80,8 @@ _started: list[Embedded] = []  # at most one
 # ------------------------------------------------------------------------ in the driver
 
 
-def is_wanted() -> bool:
-    """Return whether an embedded cluster is needed, because RAY_ADDRESS does not name an existing cluster."""
+def is_needed() -> bool:
+    """Return whether an embedded cluster is needed: RAY_ADDRESS does not name an existing cluster."""
     return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
@@ -91,7 +91,7 @@ def is_started() -> bool:
 
 
 def is_too_small(cluster: ClusterConfig) -> bool:
-    """Return whether the embedded cluster is running but cannot hold the workers of this config."""
+    """Return whether the embedded cluster is running but too small for the workers of this config."""
     if not _started:
         return False
     lacks_gpus = cluster.gpus_per_worker > 0 and not _started[0].counts_gpus
@@ -99,7 +99,7 @@ def is_too_small(cluster: ClusterConfig) -> bool:
 
 
 def start(cluster: ClusterConfig) -> Embedded:
-    """Start, without waiting, an embedded cluster with enough CPUs for these workers; first stop a smaller one.
+    """Start an embedded cluster with enough CPUs for these workers, without waiting; stop a smaller one first.
 
     Raises ClusterError if the token cannot be stored, and OSError.
     """
@@ -159,7 +159,7 @@ def end(*, waits: bool = True) -> None:
 
 
 def short_directory() -> Path:
-    """Create a temporary directory whose path is short enough for the names of Ray's sockets in it."""
+    """Create a temporary directory with a path short enough for the names of Ray's sockets."""
     longest = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - DIRECTORY_NAME_BYTES
     chosen = "/tmp"
     # Prefer the user's choice, unless Ray would fail: "AF_UNIX path length cannot exceed 107 bytes".
@@ -206,7 +206,7 @@ def make_token() -> None:
         raise ClusterError(
             f"cannot store the cluster's token in {path}: {error.strerror}\n"
             f"  without a token, anyone could run code on the cluster\n"
-            f"  set RAY_AUTH_TOKEN_PATH to a file that you can write"
+            f"  set RAY_AUTH_TOKEN_PATH to a writable file"
         ) from None
     os.environ["RAY_AUTH_MODE"] = "token"
 
@@ -221,9 +221,9 @@ def use_token_if_any() -> None:
 
 
 def main() -> None:
-    # Ignore signals sent to the driver and all its children: the guard must outlive the driver.
+    # Ignore signals sent to the driver and all its children: the guard must ignore_signal the driver.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, outlive)
+        signal.signal(number, ignore_signal)
     directory, cpus, *words = sys.argv[1:]
     resources = ["--num-cpus", cpus]
     if GPUS in words:
@@ -266,12 +266,12 @@ def main() -> None:
         readable, _, _ = select.select([sys.stdin], [], [], 0.05)
         has_driver = not readable  # the driver never writes to this pipe: readable means closed
     if has_driver:
-        answer = f"ready {LOOPBACK}:{port}"
+        reply = f"ready {LOOPBACK}:{port}"
         if start.returncode != 0:
             _, _, last_line = log.read_text(errors="replace").strip().rpartition("\n")
-            answer = f"failed {last_line.strip() or f'ray start ended with exit code {start.returncode}'}"
+            reply = f"failed {last_line.strip() or f'ray start ended with exit code {start.returncode}'}"
         with suppress(BrokenPipeError):
-            print(answer, flush=True)
+            print(reply, flush=True)
         # The pipe is closed when the driver ends, even by SIGKILL.
         sys.stdin.read()
     clear(directory)
@@ -288,7 +288,7 @@ def gpu_option() -> list[str]:
 
 
 def clear(directory: str) -> None:
-    """Kill all processes in this session and their children; then remove the directory."""
+    """Kill all other processes in this session, including their children; then remove the directory."""
     session = os.getsid(0)
     deadline = time.monotonic() + CLEAR_S
     while time.monotonic() < deadline:

@@ -16,8 +16,8 @@ from data.errors import PatchlineError
 from jobs.cluster.agent import WorkerState
 from jobs.cluster.worker import WorkerRecord, worker_file
 
-ASKED_TO_END_S = 1.5  # wait for other workers to end, after one has requested an exit code or lost a peer
-RAISED_S = 0.5  # wait for another worker's death after one has raised, because that death would be the cause
+EXIT_GRACE_S = 1.5  # wait for other workers to end, after one has requested an exit code or lost a peer
+DEATH_GRACE_S = 0.5  # wait for another worker's death after one has raised, because that death would be the cause
 STACK_CHARACTERS = 10_000  # read from the end of a dead worker's log; enough for the stacks of all its threads
 
 # Exceptions that torch raises when a collective loses a member, and parts of their messages: gloo, NCCL, the store.
@@ -52,19 +52,19 @@ class WorkerGroupError(Exception):
         self.traceback = traceback
         self.exit_code = exit_code
         self.kind = kind
-        self.place = ""  # the worker's last known phase: "backward of step 12"
+        self.phase = ""  # the worker's last known phase: "backward of step 12"
 
     def __str__(self) -> str:
         worker = "the worker group"
         if self.rank is not None:
             worker = f"worker {self.rank} on {self.node}"
-        if self.place:
-            worker += f", in {self.place}"
+        if self.phase:
+            worker += f", in {self.phase}"
         return f"{worker}: {self.cause}"
 
 
 class StageFailed(PatchlineError):
-    """A stage failed for a reason that a restart cannot fix; has the worker's exit code and exception class."""
+    """A stage failed for a reason that a restart cannot fix; stores the worker's exit code and exception class."""
 
     def __init__(self, message: str, exit_code: int, kind: str = "") -> None:
         super().__init__(message)
@@ -84,7 +84,7 @@ class Evidence:
     losses: Mapping[int, str]  # ranks on lost nodes → how the node was lost
 
     def ends(self) -> dict[int, WorkerRecord]:
-        """Return the records of the workers that have ended."""
+        """Return the records of ended workers."""
         ends = {}
         for rank, state in self.states.items():
             if state.record is not None and "ended" in state.record:
@@ -92,7 +92,7 @@ class Evidence:
         return ends
 
     def deaths(self) -> dict[int, str]:
-        """Return the cause of death of each worker that ended without writing a record.
+        """Return the cause of death of each worker that ended without a final record, by rank.
 
         A lost node does not count if any worker has requested an exit code, because a drained node disappears as soon
         as its workers have committed.
@@ -112,11 +112,11 @@ class Evidence:
         """Return how many seconds to wait for further evidence after a failure; infinity if nothing has failed."""
         raised = [record for record in self.ends().values() if "error" in record]
         if any(record["exit_code"] is not None or has_lost_a_peer(record) for record in raised):
-            return ASKED_TO_END_S
+            return EXIT_GRACE_S
         if raised:
-            return RAISED_S
+            return DEATH_GRACE_S
         # Workers may have requested an exit code before their node was lost; then the others do so too.
-        return ASKED_TO_END_S if self.losses else math.inf
+        return EXIT_GRACE_S if self.losses else math.inf
 
     def silent_failure(self, rank: int, cause: str) -> WorkerGroupError:
         """Return the error for a worker that recorded no exception, with the stack traces from its log."""
@@ -146,8 +146,8 @@ class Evidence:
             cause = "its workers ended without reporting a result"
             return None if len(ends) == self.world else WorkerGroupError(None, "", cause)
 
-        # False sorts before True, so requested exit codes come before crashes. A worker that has reached its limit of
-        # open files comes first among crashes: its connections fail, so its peers crash too.
+        # False sorts before True, so requested exit codes come before crashes. A worker at its limit of open files
+        # comes first among crashes: its connections fail, so its peers crash too.
         first = min(
             raised,
             key=lambda record: (record["exit_code"] is None, OUT_OF_FILES not in record["error"], record["ended"]),

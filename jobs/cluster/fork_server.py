@@ -9,8 +9,8 @@
        WorkerSpec(rank 3, …)    →  Forked(3, pid=4711)
 
 3. When a worker ends, it kills the rest of the worker's process group and sends WorkerEnded(4711, -9).
-4. When the agent is gone, the lifeline becomes readable. The server then kills all workers, removes the node's folder
-   and exits.
+4. When the agent exits or is killed, the lifeline becomes readable. The server then kills all workers, removes the
+   node's folder and exits.
 
 The imports must not start threads or use GPUs, because neither survives a fork. If workers use GPUs, nothing is
 imported here and each worker imports separately: a forked process can use CUDA only if its parent has never initialised
@@ -34,7 +34,7 @@ from pathlib import Path
 import psutil
 
 from data.files import import_path
-from jobs.cluster.worker import STOP_SIGNALS, WorkerSpec, outlive, run_worker
+from jobs.cluster.worker import STOP_SIGNALS, WorkerSpec, ignore_signal, run_worker
 
 # Modules imported once for all workers, in addition to DeepSpeed.
 PRELOAD = (
@@ -51,14 +51,14 @@ IMPORTS = "imports"  # the argument that enables these imports
 # - One arena for all threads. The heaps of other arenas hold at most 64 MB; larger blocks return to the kernel at once,
 #   regardless of mallopt.
 # - No per-thread cache. Torch requests aligned memory, from which malloc cuts off remainders of about 64 bytes. Cached
-#   remainders count as used, so a freed large block is not merged with its neighbors and is slightly too small for the
+#   remainders count as used, so a freed large block is not merged with its neighbours and is slightly too small for the
 #   next request of its size. The heap would then grow by whole tensors every few steps.
 MALLOC = {MALLOC_VARIABLE: "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"}
 
 
 @dataclass(frozen=True)
 class Listen:
-    """A request for a socket at this address, on which the next attempt's rank 0 serves the workers' store."""
+    """A request to open a socket at this address, on which the next attempt's rank 0 serves the workers' store."""
 
     address: str
 
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str]) -> None:
     connection, lifeline, folder, *words = arguments
     # Ignore stop signals sent to all processes of a job: the driver decides when workers end.
     for number in STOP_SIGNALS:
-        signal.signal(number, outlive)
+        signal.signal(number, ignore_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if IMPORTS in words:
         import_for_workers()
@@ -170,13 +170,13 @@ def import_for_workers() -> None:
 def serve(connection: Connection, lifeline: int, folder: Path) -> None:
     """Process requests until the agent is gone; then kill every worker and remove the node's folder."""
     store: socket.socket | None = None  # the socket for the next rank 0
-    pids: set[int] = set()  # pids of workers that have not been reaped
+    pids: set[int] = set()  # pids of workers not reaped yet
     # Two pipes: workers write a byte to the first after each event, and SIGCHLD writes to the second.
     news, news_writer = os.pipe()
     deaths, deaths_writer = os.pipe()
     os.set_blocking(deaths_writer, False)
     signal.set_wakeup_fd(deaths_writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, outlive)
+    signal.signal(signal.SIGCHLD, ignore_signal)
     try:
         while True:
             ready = wait([connection, lifeline, news, deaths])

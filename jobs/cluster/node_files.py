@@ -1,11 +1,11 @@
-"""Copy the files that workers write from their nodes to the driver, if nodes and driver do not share storage.
+"""Copy files written by workers from their nodes to the driver, if nodes and driver do not share storage.
 
 A stage's folder then has the same path on every node, but is a separate folder on each.
 
 1. Before the workers start, `NodeFiles.begin` prepares the folders on every node: the attempt's folder, empty folders
    for earlier attempts, and the few files that one attempt passes to the next. It also detects whether the node and the
-   driver do share the folder, so that nothing needs to be copied.
-2. With every report, the agent sends new, changed or longer files, which `NodeFiles.look` returns:
+   driver share the folder after all, in which case nothing needs to be copied.
+2. With every report, the agent sends new, changed or longer files, which `NodeFiles.changes` returns:
 
        Change("attempts/attempt-000001/rank-00003.json", b'{"rank": 3, …', is_appended=False, mark=(311, 1764…))
        Change("metrics.jsonl", b'{"kind": "train", …}\n', is_appended=True, mark=(81733, 0))
@@ -105,8 +105,8 @@ class NodeFiles:
             self._keep_grown()
         return True
 
-    def look(self) -> list[Change]:
-        """Return the changes that the driver has not acknowledged yet."""
+    def changes(self) -> list[Change]:
+        """Return the changes not yet acknowledged by the driver."""
         changes = []
         # Complete files. If a file is deleted or replaced while it is read, the next call finds the new version.
         for path in [*sorted(self.attempt.glob("rank-*")), *(self.stage / name for name in self.carried)]:
@@ -135,8 +135,8 @@ class NodeFiles:
                     known = 0
                 file.seek(known)
                 content = file.read(min(size - known, LARGEST_BYTES))
-                # Leave out an incomplete last line, which another node's line would continue. A line longer than one
-                # report is sent in parts, because it would never be complete.
+                # Exclude an incomplete last line, because another node's line would be appended to it. A line longer
+                # than one report is sent in parts, because it would never be complete.
                 is_lines = path.suffix in (".txt", ".jsonl")
                 if is_lines and (b"\n" in content or len(content) < LARGEST_BYTES):
                     content = content[: content.rfind(b"\n") + 1]
@@ -145,7 +145,7 @@ class NodeFiles:
         return changes
 
     def acknowledge(self, acknowledged: Mapping[str, Mark]) -> None:
-        """Record which changes the driver has written: file name → mark of the change."""
+        """Record the changes written by the driver, given as file name → mark."""
         has_grown = False
         for name, mark in acknowledged.items():
             if name in self.grown:

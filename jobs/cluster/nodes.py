@@ -22,6 +22,7 @@ from jobs.cluster.ray import connect
 from jobs.cluster.worker import LOOPBACK
 from jobs.cluster_config import ClusterConfig
 from pipeline.identity import Identity, workers_per_gpu
+from pipeline.values import counted
 
 if TYPE_CHECKING:
     from jobs.cluster.ray_nodes import RayNodes
@@ -41,51 +42,44 @@ class ThisMachine:
         self.threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="agent")
 
     def warm_up(self) -> None:
-        """Start slow preparations for the workers early, unless they would take resources from other users."""
+        """Start the slow preparations for the workers early, unless this would take resources from other users."""
         self.agent.warm_up()
 
     def reserve(self, run: str, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> int:
-        """Reserve places for as many workers as possible; return the number, which is in `worlds` (largest first).
+        """Reserve slots for as many workers as possible; return the number, which is one of `worlds`.
 
-        `run` is the name under which other users see the reservation. `on_tick` is called several times a second
-        during the wait and may end it by raising an exception. Raises ClusterError; on this machine, only if it has too
-        few GPUs.
+        `worlds` lists the allowed numbers, largest first. `run` is the name under which other users see the
+        reservation. During the wait, `on_tick` is called several times a second; it may end the wait by raising an
+        exception. Raises ClusterError; on this machine, only if it has too few GPUs.
         """
         gpus = self.cluster.gpus_per_worker
         if not gpus:
             return worlds[0]
+        check_gpus(self.cluster, worlds[-1])
         present, _ = self.gpus_present()
-        for world in worlds:
-            if world * gpus <= present:
-                return world
-        raise ClusterError(
-            f"{worlds[-1]} workers need {worlds[-1] * gpus} GPUs, but this machine has {present}\n"
-            f"  cluster.backend=processes uses only one machine\n"
-            f"  set cluster.workers={max(1, present // gpus)}, cluster.gpus_per_worker=0, "
-            f"or cluster.backend=ray to use several machines"
-        )
+        return next(world for world in worlds if world * gpus <= present)
 
     def agents(self, world: int) -> list[NodeAgent]:
-        """Return the agents of the nodes with reserved places, in the order of the ranks; start the missing agents."""
+        """Return the agents of the nodes with reserved slots, in the order of the ranks; start the missing agents."""
         return [NodeAgent(os.uname().nodename, "", LOOPBACK, world, self.call)]
 
     def call(self, method: str, *arguments: object) -> "Future[Any]":
         """Call a method of the agent in another thread."""
         return self.threads.submit(getattr(self.agent, method), *arguments)
 
-    def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
-        """Return how each agent's node was lost ("" for a node that was not lost); stop using lost nodes.
+    def losses_of(self, calls: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
+        """Return how each agent's node was lost ("" if it was not lost); stop using lost nodes.
 
-        `asked` pairs each agent with the exception of its last call, or with None if that call has not returned.
+        `calls` pairs each agent with the exception of its last call, or with None if that call has not returned.
         """
-        return [""] * len(asked)
+        return [""] * len(calls)
 
     def give_up(self, agent: NodeAgent) -> None:
-        """Kill an unresponsive agent and its workers, and avoid its node; the next attempt starts a new agent."""
+        """Kill an unresponsive agent and its workers, avoid its node, and start a new agent at the next attempt."""
 
     def room(self) -> int:
-        """Return how many workers the cluster can hold now, including running workers. Thread-safe."""
-        return 0  # this machine never gets more places
+        """Return how many workers currently fit into the cluster, including running ones. Thread-safe."""
+        return 0  # this machine never gets more slots
 
     def status(self) -> tuple[Set[str], Set[str]]:
         """Return the ids of draining nodes, and of other nodes with room for a worker. Thread-safe."""
@@ -101,11 +95,11 @@ class ThisMachine:
         """Place the next attempts only on these nodes if they have enough room."""
 
     def identities(self) -> Mapping[str, Identity]:
-        """Return the code and package versions of every node that can be excluded, by node id."""
+        """Return the code and package versions of each node that can be excluded, by node id."""
         return {}
 
     def exclude(self, node_ids: Set[str], least: int) -> int:
-        """Exclude nodes until this process ends, and return how many workers the remaining nodes can hold.
+        """Exclude nodes until this process ends; return how many workers fit on the remaining nodes.
 
         Excludes nothing if that number is less than `least`.
         """
@@ -113,10 +107,32 @@ class ThisMachine:
 
     def gpus_present(self) -> tuple[int, str]:
         """Return the number of GPUs, and where they are: "machine" (this one) or "cluster"."""
-        # torch also respects CUDA_VISIBLE_DEVICES. Imported here, because torch takes a second to import.
-        import torch
+        return local_gpus(), "machine"
 
-        return torch.cuda.device_count() * workers_per_gpu(), "machine"
+
+def local_gpus() -> int:
+    """Return the number of GPUs of this machine, times the number of workers that share a GPU."""
+    # torch also respects CUDA_VISIBLE_DEVICES. Imported here, because torch takes a second to import.
+    import torch
+
+    return torch.cuda.device_count() * workers_per_gpu()
+
+
+def check_gpus(cluster: ClusterConfig, least: int) -> None:
+    """Raise ClusterError if this machine has too few GPUs for `least` workers."""
+    gpus = cluster.gpus_per_worker
+    if not gpus:
+        return
+    present = local_gpus()
+    if least * gpus > present:
+        advice = "set cluster.gpus_per_worker=0 to train on the CPU"
+        if present >= gpus:
+            advice = f"set cluster.workers={present // gpus}"
+        raise ClusterError(
+            f"expected at least {counted(least * gpus, 'GPU')} for {counted(least, 'worker')} with "
+            f"cluster.gpus_per_worker={gpus}, but torch finds {present} on this machine\n"
+            f"  {advice}, or cluster.backend=ray to use several machines"
+        )
 
 
 _machines: dict[bool, ThisMachine] = {}  # whether workers use GPUs → this process's ThisMachine
@@ -146,7 +162,7 @@ def start_early(cluster: ClusterConfig) -> None:
     if cluster.backend == "processes":
         nodes_of(cluster).warm_up()
     # An existing cluster is joined only when workers are needed.
-    elif embedded.is_wanted() and not embedded.is_started():
+    elif embedded.is_needed() and not embedded.is_started():
         # Ignore errors: they occur again, and are reported, when the cluster is needed.
         with suppress(OSError, ClusterError):
             embedded.start(cluster)

@@ -1,12 +1,11 @@
-"""Connect this process to a Ray cluster: the cluster at RAY_ADDRESS, or an embedded cluster that ends with this
-process.
+"""Connect this process to a Ray cluster: the one at RAY_ADDRESS, or an embedded one that ends with this process.
 
 Steps of `connect`:
-1. Stop an embedded cluster that has too few CPUs or no GPUs for these workers.
+1. Stop an embedded cluster with too few CPUs or no GPUs for these workers.
 2. If not connected, join the cluster at RAY_ADDRESS. If RAY_ADDRESS is not set, join an embedded cluster (embedded.py),
    and start it unless it was started early.
 
-`connect` does not wait for free places; ray_places.py does this when a stage needs workers.
+`connect` does not wait for free slots; ray_places.py does this when a stage needs workers.
 
 >>> connect(ClusterConfig(workers=2))
 ClusterInfo(address="127.0.0.1:6379", dashboard="http://127.0.0.1:8265", nodes=1, cpus=2.0, gpus=0.0, embedded=True)
@@ -38,7 +37,7 @@ from jobs.terminal import echo
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = "patchline"
-WAITING = "waiting for the cluster: "  # prefix of the driver's line about missing places, recognized by `jobs list`
+WAITING = "waiting for the cluster: "  # prefix of the driver's line about missing slots, recognised by `jobs list`
 CONNECT_TIMEOUT_S = 5.0
 HEAD_WAIT_S = 60.0  # at boot, a systemd unit waits for its head this long, then exits with 69 and is restarted
 HEAD_POLL_S = 0.2
@@ -70,7 +69,7 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
     """
     if embedded.is_too_small(cluster):
         disconnect()
-    if not _is_joined() and embedded.is_wanted():
+    if not _is_joined() and embedded.is_needed():
         _join_embedded(cluster)
     elif not _is_joined():
         address = os.environ["RAY_ADDRESS"]
@@ -156,10 +155,10 @@ def _join_embedded(cluster: ClusterConfig) -> None:
 
         # Ray reads LOOPBACK_ONLY at import, which may have happened before it was set.
         if ray.util.get_node_ip_address() != embedded.LOOPBACK:
-            raise RuntimeError(f"this process imported Ray before {embedded.LOOPBACK_ONLY} was 0")
+            raise RuntimeError(f"this process imported Ray before {embedded.LOOPBACK_ONLY} was set to 0")
         _init_ray(address=text)
     except Exception as error:
-        # The guard kills and removes everything that was started.
+        # The guard kills and removes everything started so far.
         disconnect()
         reason = [*str(error).strip().splitlines(), type(error).__name__][0]
         raise ClusterError(
@@ -203,7 +202,7 @@ def _keep_sigterm_handler(work: Callable[[], Any]) -> Any:
 def require_reachable(address: str) -> None:
     """Raise ClusterError if no server listens at HOST:PORT or a URL. Ray itself takes a minute and reports less."""
     try:
-        # urlsplit recognizes host and port only after a scheme, so add one.
+        # urlsplit recognises host and port only after a scheme, so add one.
         with_scheme = address
         if "://" not in address:
             with_scheme = f"ray://{address}"
@@ -227,12 +226,12 @@ def require_ray(address: str) -> None:
     if os.environ.get("RAY_USE_TLS", "0") != "0":
         return
     host, _, port = address.rpartition(":")
-    answer = b""
+    reply = b""
     # A busy head that does not respond in time passes the check, because Ray waits for it.
     with suppress(TimeoutError), socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:
         connection.sendall(HTTP2_BEGIN)
-        answer = connection.recv(9)  # a frame's header: length, type, flags, stream
-        if len(answer) < 4 or answer[3] != HTTP2_SETTINGS:
+        reply = connection.recv(9)  # a frame's header: length, type, flags, stream
+        if len(reply) < 4 or reply[3] != HTTP2_SETTINGS:
             raise ClusterError(
                 f"RAY_ADDRESS={address} is not a Ray head: another server responds there, perhaps the dashboard\n"
                 "  expected the HOST:PORT that `ray start --head` printed, usually HOST:6379\n"

@@ -10,7 +10,7 @@ import ray
 from ray.util.metrics import Gauge
 
 from jobs.cluster.agent import Agent
-from jobs.cluster.worker import outlive
+from jobs.cluster.worker import ignore_signal
 
 GAUGE_EVERY_S = 10.0  # Ray drops a gauge after about 25 s without an update (measured with Ray 2.60)
 WORKER_GAUGE = "patchline_worker"
@@ -23,7 +23,7 @@ class RayAgent(Agent):
         super().__init__(ray.util.get_node_ip_address(), has_gpus=has_gpus)
         # Ignore SIGTERM, which a stopping node sends to all processes: the agent must still report how workers end.
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, outlive)
+            signal.signal(signal.SIGTERM, ignore_signal)
         threading.Thread(target=self.show_workers, daemon=True).start()
 
     def show_workers(self) -> None:
@@ -46,6 +46,6 @@ class RayAgent(Agent):
 
 
 def call_actor(actor: Any, method: str, *arguments: object) -> "Future[Any]":
-    """Call a method of an agent's actor; return a future for the result."""
+    """Call a method of an agent's actor; return a future with the result."""
     future: Future[Any] = getattr(actor, method).remote(*arguments).future()
     return future

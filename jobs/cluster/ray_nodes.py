@@ -1,10 +1,10 @@
-"""A campaign's nodes in a Ray cluster: its places, its agents, and draining nodes.
+"""A campaign's nodes in a Ray cluster: its slots, its agents, and draining nodes.
 
     nodes = ray_nodes_of(cluster, is_embedded=False)
     world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # ray_places.py
     agents = nodes.agents(world)                                     # an actor on each node with workers: ray_agent.py
 
-An agent is bound to a node and not to places, so it stays warm between attempts and stages even if the places change.
+An agent is bound to a node and not to slots, so it stays warm between attempts and stages even if the slots change.
 In Ray's accounting, it uses no CPU.
 """
 
@@ -33,7 +33,7 @@ IDENTITY_S = 60.0  # maximum wait for all nodes to return their identity: Ray st
 
 
 class RayNodes(RayPlaces):
-    """The places and agents of this process in its Ray cluster; `ThisMachine` documents the methods."""
+    """The slots and agents of this process in its Ray cluster; `ThisMachine` documents the methods."""
 
     def __init__(self, cluster: ClusterConfig, *, is_embedded: bool) -> None:
         super().__init__(cluster, is_embedded=is_embedded)
@@ -65,37 +65,37 @@ class RayNodes(RayPlaces):
                 room += rooms[node_id]
 
     def agents(self, world: int) -> list[NodeAgent]:
-        """Return the agents of the nodes with reserved places, in the order of the ranks; start the missing agents."""
+        """Return the agents of the nodes with reserved slots, in the order of the ranks; start the missing agents."""
         assert self.reservation is not None
         group = self.reservation.group
-        places = self.places(world)
+        slots = self.slots(world)
         if group.id.hex() != self.group_id:
             self.group_id = group.id.hex()
             self.gpu_ids = {}
         rows = {node["NodeID"]: node for node in ray.nodes()}
         gpus = self.cluster.gpus_per_worker
         # Unused agents only take up memory. Keep a few for the next attempt, but none on an avoided node.
-        self.used = places.keys()
+        self.used = slots.keys()
         avoided = self.avoided_now()
         kept = 0
         for node_id in self.actors.keys() - self.used:
-            is_there = node_id in rows and rows[node_id]["Alive"] and node_id not in avoided
-            if is_there and not gpus and kept < WARM_SPARES:
+            is_usable = node_id in rows and rows[node_id]["Alive"] and node_id not in avoided
+            if is_usable and not gpus and kept < WARM_SPARES:
                 kept += 1
             else:
                 self.end_agent(node_id)
         agents = []
-        for node_id, bundles in places.items():
+        for node_id, bundles in slots.items():
             # Ray has no table of the GPUs in a bundle, so run a task in each bundle to get them. They do not change as
             # long as the bundle exists.
             if gpus and node_id not in self.gpu_ids:
-                answers = []
+                replies = []
                 for bundle, count in bundles.items():
                     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
                     task: Any = ray.remote(num_cpus=0, num_gpus=gpus * count)(ray.get_gpu_ids)
-                    answers.append(task.options(scheduling_strategy=place).remote())
+                    replies.append(task.options(scheduling_strategy=place).remote())
                 ids: list[str] = []
-                for of_bundle in ray.get(answers):
+                for of_bundle in ray.get(replies):
                     ids += map(str, of_bundle)
                 self.gpu_ids[node_id] = ",".join(ids)
             agents.append(
@@ -147,27 +147,27 @@ class RayNodes(RayPlaces):
         self.actors.pop(node_id, None)
 
     def give_up(self, agent: NodeAgent) -> None:
-        """Kill an unresponsive agent and its workers, and avoid its node."""
+        """Kill an unresponsive agent and its workers, and avoid the agent's node."""
         self.avoid([agent.node_id])
         # Ray kills a frozen process after 5 s; its fork server and workers end with it.
         self.end_agent(agent.node_id)
 
-    def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
+    def losses_of(self, calls: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
         """Return how each agent or its node was lost ("" if neither was); stop using lost agents and nodes.
 
         Ray is queried only once and all nodes are probed in parallel, so a rack without power costs a single timeout.
         """
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        nodes = [alive.get(agent.node_id) for agent, _ in asked]
-        with ThreadPoolExecutor(len(asked)) as threads:
-            answers = list(threads.map(lambda node: node is None or takes_connections(node), nodes))
+        nodes = [alive.get(agent.node_id) for agent, _ in calls]
+        with ThreadPoolExecutor(len(calls)) as threads:
+            accepted = list(threads.map(lambda node: node is None or takes_connections(node), nodes))
         losses = []
-        for (agent, error), node, takes in zip(asked, nodes, answers, strict=True):
+        for (agent, error), node, takes in zip(calls, nodes, accepted, strict=True):
             loss = "" if takes else "its node does not respond"
             if node is None:
                 loss = "its node left the cluster"
             if loss:
-                # Release the places, so that the next attempt requests new ones on other nodes.
+                # Release the slots, so that the next attempt requests new ones on other nodes.
                 self.avoid([agent.node_id])
                 self.release()
             elif isinstance(error, OutOfMemoryError):
@@ -199,7 +199,7 @@ class RayNodes(RayPlaces):
         self.avoid(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in node_ids)
 
     def exclude(self, node_ids: Set[str], least: int) -> int:
-        """Exclude nodes until this process ends, and return how many workers the remaining nodes can hold.
+        """Exclude nodes until this process ends; return how many workers fit on the remaining nodes.
 
         Excludes nothing if that number is less than `least`.
         """
@@ -211,7 +211,7 @@ class RayNodes(RayPlaces):
         return room
 
     def identities(self) -> dict[str, Identity]:
-        """Return the code and package versions of every node that responds, by node id."""
+        """Return the code and package versions of each responding node, by node id."""
         values, _ = run_on_nodes(identity, "", without=(), timeout_s=IDENTITY_S)
         return dict(values)
 
@@ -225,33 +225,33 @@ def run_on_nodes(
     function also runs on nodes filled by other campaigns.
     """
     remote_function: Any = ray.remote(num_cpus=0, max_retries=0)(function)
-    asked = []
+    calls = []
     for node in ray.nodes():
         if node["Alive"] and node["NodeID"] not in without:
             pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            asked.append((node, remote_function.options(scheduling_strategy=pinned).remote(*arguments)))
+            calls.append((node, remote_function.options(scheduling_strategy=pinned).remote(*arguments)))
     # Wait for all nodes together, so that a node that does not respond does not delay the others.
-    ray.wait([answer for _, answer in asked], num_returns=len(asked), timeout=timeout_s)
+    ray.wait([reply for _, reply in calls], num_returns=len(calls), timeout=timeout_s)
     values = []
-    unanswered = {}
-    for node, answer in asked:
+    failures = {}
+    for node, reply in calls:
         try:
-            values.append((node["NodeID"], ray.get(answer, timeout=0)))
+            values.append((node["NodeID"], ray.get(reply, timeout=0)))
         except RayError as error:  # includes timeouts
-            unanswered[node["NodeManagerHostname"]] = str(error).splitlines()[0] or f"no response in {timeout_s:g} s"
-    return values, unanswered
+            failures[node["NodeManagerHostname"]] = str(error).splitlines()[0] or f"no response in {timeout_s:g} s"
+    return values, failures
 
 
 _joined: dict[tuple[str, str], RayNodes] = {}  # (id of this node, id of this Ray job) → nodes; at most one entry
 
 
 def ray_nodes_of(cluster: ClusterConfig, *, is_embedded: bool) -> RayNodes:
-    """Return this process's places and agents in the cluster that it has joined."""
+    """Return this process's slots and agents in the joined cluster."""
     # Each cluster counts its job ids from 1, so the node id, which is unique, is needed too.
     context = ray.get_runtime_context()
     connection = (str(context.get_node_id()), str(context.get_job_id()))
     if connection not in _joined:
-        # Places and agents of an earlier connection are gone. Keep avoided and excluded nodes, because this may be the
+        # Slots and agents of an earlier connection are gone. Keep avoided and excluded nodes, because this may be the
         # same cluster, joined again.
         nodes = RayNodes(cluster, is_embedded=is_embedded)
         for before in _joined.values():

@@ -1,15 +1,15 @@
-"""Reserve places for a campaign's workers in a Ray cluster. A place is the CPUs and GPUs of one worker.
+"""Reserve slots for a campaign's workers in a Ray cluster. A slot consists of the CPUs and GPUs for one worker.
 
-1. `reserve` requests a placement group from Ray. Each bundle contains the places of one or more workers on a single
+1. `reserve` requests a placement group from Ray. Each bundle contains the slots of one or more workers on a single
    node. Ray's scheduler queues the request with all other requests, and an autoscaler sees what is needed.
-2. As long as there is not enough room, a message reports how many workers fit and which campaigns hold the rest.
-3. Places stay reserved when an attempt fails, so that no other campaign takes them before the next attempt. New places
+2. Until there is enough room, a message reports how many workers fit and which campaigns hold the rest.
+3. Slots stay reserved when an attempt fails, so that no other campaign takes them before the next attempt. New slots
    are requested if one of the nodes is about to leave or does not respond.
-4. Ray releases all places when this process leaves the cluster.
+4. Ray releases all slots when this process leaves the cluster.
 
 If `cluster.workers` is a range, its maximum is requested first, so that an autoscaler sees it. After `patience_s`, the
-largest number of workers that fits is requested instead. Between attempts, the places are exchanged for more places if
-more workers fit.
+largest number of workers that fits is requested instead. Between attempts, if more workers fit, the reservation is
+replaced with a larger one.
 
 Excluded nodes are never used. Avoided nodes are used only if the other nodes have too little room.
 """
@@ -34,22 +34,22 @@ from jobs.cluster.ray import WAITING
 from jobs.cluster_config import ClusterConfig
 
 POLL_S = 0.1
-FIRST_LINE_S = 3.0  # wait before the first message: places of the previous worker group take a moment to become free
+FIRST_LINE_S = 3.0  # wait before the first message: slots of the previous worker group take a moment to become free
 NEXT_LINE_S = 10.0  # minimum interval between different messages
 SAME_LINE_S = 60.0  # interval at which the same message is repeated
-NEXT_CHOICE_S = 5.0  # time for Ray to place a request, before a different number of workers is requested
+NEXT_REQUEST_S = 5.0  # time for Ray to place a request, before a different number of workers is requested
 AVOID_S = 600.0  # how long a node is avoided after it was about to leave
-MISSED_S = 70.0  # within this time Ray detects a dead node, so a node that is still listed may be used again
-TOO_FEW = "use a smaller cluster.workers, or set RAY_ADDRESS=HOST:PORT of a larger cluster"
+DETECTION_S = 70.0  # within this time Ray detects a dead node, so a node still listed later may be used again
+TOO_FEW = "use a smaller cluster.workers, or set RAY_ADDRESS=HOST:PORT to use a larger cluster"
 
-ANSWER_S = 0.5  # timeout for the kernel of an alive node to accept a connection
-ASKED_TIMES = 2  # connection tries, because a packet may be lost: TCP retries after 1 s, a new connection at once
-ASKED_AT_ONCE = 64  # number of nodes probed in parallel
+PROBE_TIMEOUT_S = 0.5  # timeout for the kernel of a live node to accept a connection
+PROBE_ATTEMPTS = 2  # connection attempts, because a packet may be lost: TCP retries after 1 s, a new connection at once
+PARALLEL_PROBES = 64  # number of nodes probed in parallel
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """A placement group of this process."""
+    """A placement group created by this process."""
 
     group: PlacementGroup
     sizes: Sequence[int]  # number of workers in each bundle
@@ -57,7 +57,7 @@ class Reservation:
 
     @property
     def workers(self) -> int:
-        """Return the number of workers with a reserved place."""
+        """Return the number of workers with reserved slots."""
         return sum(self.sizes)
 
 
@@ -66,9 +66,9 @@ def takes_connections(node: Mapping[str, Any]) -> bool:
 
     Ray's own health check takes 15 s for a node that refuses connections, and 65 s for one that does not respond.
     """
-    for _ in range(ASKED_TIMES):
+    for _ in range(PROBE_ATTEMPTS):
         with suppress(OSError):
-            socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S).close()
+            socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), PROBE_TIMEOUT_S).close()
             return True
     return False
 
@@ -97,12 +97,12 @@ def bundle_sizes(workers: int, rooms: Iterable[int]) -> list[int]:
 
 
 def largest_within(worlds: Sequence[int], room: int) -> int:
-    """Return the largest of these world sizes that is at most `room`; 0 if there is none."""
+    """Return the largest of these world sizes not exceeding `room`; 0 if all are larger."""
     return max((world for world in worlds if world <= room), default=0)
 
 
 class RayPlaces:
-    """The places that this process has reserved or requested in its Ray cluster."""
+    """The slots that this process has reserved or requested in its Ray cluster."""
 
     def __init__(self, cluster: ClusterConfig, *, is_embedded: bool) -> None:
         self.cluster = cluster
@@ -111,7 +111,7 @@ class RayPlaces:
         self.excluded: set[str] = set()  # ids of nodes that must not be used again
         self.reservation: Reservation | None = None
         self.last_sizes: Sequence[int] = ()  # bundle sizes of the last request
-        self.borrowed: list[Reservation] = []  # free places in temporary use, released as soon as others need them
+        self.borrowed: list[Reservation] = []  # free slots in temporary use, released as soon as others need them
         self.run = ""
 
     @property
@@ -123,19 +123,19 @@ class RayPlaces:
         return share
 
     def reserve(self, run: str, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> int:
-        """Wait for places, and return how many workers have a place.
+        """Wait until slots are reserved, and return the number of workers with a slot.
 
-        Returns at once if this process already has suitable places, none of their nodes is leaving, and no larger
+        Returns at once if this process already has suitable slots, none of their nodes is leaving, and no larger
         number of workers fits. `on_tick` is called several times a second and may end the wait by raising an exception.
         Raises ClusterError after `wait_s`, or at once if an embedded cluster is too small.
         """
         self.run = run
         if self.is_embedded:
-            # An embedded cluster never gets more nodes, so do not wait for more places.
+            # An embedded cluster never gets more nodes, so do not wait for more slots.
             room = self.refuse_too_few(worlds[-1])
             worlds = [world for world in worlds if world <= room]
 
-        # Keep held places if none of their nodes is leaving. If a node is lost, Ray places the group again; a REMOVED
+        # Keep held slots if none of their nodes is leaving. If a node is lost, Ray places the group again; a REMOVED
         # group was deleted by somebody else.
         held = self.reservation
         if held is not None and held.share == self.share and held.workers in worlds:
@@ -147,16 +147,16 @@ class RayPlaces:
         else:
             held = None
         if held is None:
-            # Probe all nodes: Ray would place bundles on a node that has just lost power, and notice it only later.
+            # Probe all nodes: Ray would place bundles on a node without power, because it notices the loss only later.
             avoided = self.avoided_now()
             nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
-            with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
-                for node, is_there in zip(nodes, threads.map(takes_connections, nodes), strict=True):
-                    if not is_there:
+            with ThreadPoolExecutor(PARALLEL_PROBES) as threads:
+                for node, is_alive in zip(nodes, threads.map(takes_connections, nodes), strict=True):
+                    if not is_alive:
                         self.avoid([node["NodeID"]])
             self._request(worlds[0], worlds[-1])
         elif len(worlds) > 1:
-            # If more workers fit, exchange the places for more.
+            # If more workers fit, exchange the slots for more.
             more = largest_within(worlds, self.room())
             if more > held.workers:
                 self._request(more, worlds[-1])
@@ -174,9 +174,9 @@ class RayPlaces:
         return ClusterState.now(without=self.excluded)
 
     def refuse_too_few(self, least: int) -> int:
-        """Return how many workers the whole cluster can hold.
+        """Return how many workers fit into the whole cluster.
 
-        Raises ClusterError if an embedded cluster, which never gets more nodes, can hold fewer than `least`.
+        Raises ClusterError if fewer than `least` fit into an embedded cluster, which never gets more nodes.
         """
         share = self.share
         room = room_for(share, self.state().total)
@@ -186,7 +186,9 @@ class RayPlaces:
             if "GPU" in share and not self.gpus_present()[0]:
                 reason = "neither Ray nor torch sees a GPU on this machine"
                 advice = f"to train on the CPU, set cluster.gpus_per_worker=0; or {TOO_FEW}"
-            raise ClusterError(f"room for {room} of {least} workers of {in_words(share)}\n  {reason}\n  {advice}")
+            raise ClusterError(
+                f"room for {room} of {least} workers with {in_words(share)} each\n  {reason}\n  {advice}"
+            )
         return room
 
     def gpus_present(self) -> tuple[int, str]:
@@ -196,17 +198,17 @@ class RayPlaces:
 
     @property
     def workers_held(self) -> int:
-        """Return the number of workers for which this process has reserved places."""
+        """Return the number of workers for which this process has reserved slots."""
         return self.reservation.workers if self.reservation else 0
 
     def nodes_held(self, world: int) -> set[str]:
-        """Return the ids of the nodes with the first `world` places."""
+        """Return the ids of the nodes with the first `world` slots."""
         if self.reservation is None:
             return set()
-        return set(self.places(world))
+        return set(self.slots(world))
 
-    def places(self, world: int) -> dict[str, dict[int, int]]:
-        """Return the places of the first `world` workers: node id → bundle → number of workers."""
+    def slots(self, world: int) -> dict[str, dict[int, int]]:
+        """Return the slots of the first `world` workers: node id → bundle → number of workers."""
         assert self.reservation is not None and self.reservation.workers >= world
         nodes: dict[str, dict[int, int]] = {}  # ordered by each node's first bundle
         remaining = world
@@ -218,15 +220,15 @@ class RayPlaces:
         return nodes
 
     def release(self) -> None:
-        """Release the workers' places, if any."""
+        """Release the workers' slots, if any."""
         reservation = self.reservation
         self.reservation = None
         if reservation is not None:
             remove_placement_group(reservation.group)
 
     def room(self) -> int:
-        """Return how many workers the cluster can hold now, including workers with a place. Thread-safe."""
-        # Campaigns that wait for places take precedence over a scale-up.
+        """Return how many workers currently fit into the cluster, including those with a slot. Thread-safe."""
+        # Campaigns that wait for slots take precedence over a scale-up.
         if self.has_pending_requests():
             return self.workers_held
         return room_for(self.share, self._open_to_us(self.state(), self.avoided_now()))
@@ -250,7 +252,7 @@ class RayPlaces:
         return False
 
     def _request(self, workers: int, least: int) -> None:
-        """Request places for `workers` workers from Ray, and release the previous request."""
+        """Request slots for `workers` workers from Ray, and cancel the previous request."""
         share = self.share
         state = self.state()
         avoided = self._avoided_for(least, state)
@@ -277,13 +279,13 @@ class RayPlaces:
         return bundle_sizes(workers, [room_for(self.share, {node: free}) for node, free in nodes.items()])
 
     def _wait(self, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> None:
-        """Wait until Ray has placed the request, and log what is missing. Raises the errors of `reserve`."""
+        """Wait until Ray grants the request, and log what is missing. Raises the same errors as `reserve`."""
         patience_s = self.cluster.patience_s
         timeout_s = self.cluster.wait_s or math.inf
         began = time.monotonic()
         deadline = began + timeout_s
         patient_until = min(began + patience_s, deadline)
-        next_choice = min(began + NEXT_CHOICE_S, patient_until)
+        next_choice = min(began + NEXT_REQUEST_S, patient_until)
         next_line = began + FIRST_LINE_S
         last_line, logged_at = "", 0.0
         assert self.reservation is not None
@@ -291,7 +293,7 @@ class RayPlaces:
             now = time.monotonic()
             if now > next_choice:
                 is_patient = now < patient_until
-                next_choice = now + NEXT_CHOICE_S
+                next_choice = now + NEXT_REQUEST_S
                 if is_patient:
                     next_choice = min(next_choice, patient_until)
                 if self._adjust_request(worlds, log, is_patient=is_patient):
@@ -299,7 +301,7 @@ class RayPlaces:
             if now > deadline:
                 raise ClusterError(
                     f"{self._missing(worlds[-1])}\n"
-                    f"  the places did not become free within {timeout_s:.0f} s (cluster.wait_s)\n  {TOO_FEW}"
+                    f"  the slots did not become free within {timeout_s:.0f} s (cluster.wait_s)\n  {TOO_FEW}"
                 )
             # Log after a few seconds, after each change, and once in a while, because a silent wait looks like a hang.
             if now > next_line:
@@ -319,12 +321,12 @@ class RayPlaces:
         return missing(workers, self.share, self._open_to_us(state, set()), state)
 
     def _adjust_request(self, worlds: Sequence[int], log: Callable[[str], None], *, is_patient: bool) -> bool:
-        """Fit the request to the room in the cluster; return whether it is now below the maximum number of workers.
+        """Adapt the request to the room in the cluster; return whether it is now below the maximum.
 
         If `is_patient`, only the sizes of the bundles change, and the number of workers stays the same.
         """
         state = self.state()
-        # Use nodes that have been avoided for long again, but only if the others have too little room.
+        # Use long-avoided nodes again, but only if the others have too little room.
         avoided = self._avoided_for(worlds[-1], state)
         open_to_us = self._open_to_us(state, avoided)
         room = room_for(self.share, open_to_us)
@@ -347,7 +349,7 @@ class RayPlaces:
         return world < worlds[0]
 
     def _open_to_us(self, state: ClusterState, avoided: Set[str]) -> dict[str, Counter[str]]:
-        """Return the resources that this process can use on each node: the free ones and its own."""
+        """Return the resources available to this process on each node: those that are free or reserved by it."""
         nodes: dict[str, Counter[str]] = {}
         for node, resources in state.staying.items():
             if node not in avoided:
@@ -375,15 +377,15 @@ class RayPlaces:
         return self.excluded | {node for node, since in self.avoided.items() if now < since + AVOID_S}
 
     def _long_avoided(self, nodes: Set[str]) -> set[str]:
-        """Return the nodes that have been avoided for longer than Ray takes to detect a dead node."""
+        """Return the nodes avoided for longer than Ray takes to detect a dead node."""
         now = time.monotonic()
-        return {node for node in nodes - self.excluded if now > self.avoided[node] + MISSED_S}
+        return {node for node in nodes - self.excluded if now > self.avoided[node] + DETECTION_S}
 
     def _avoided_for(self, least: int, state: ClusterState) -> set[str]:
         """Return the nodes to exclude from a placement: excluded and avoided nodes.
 
         If the other nodes have no room for `least` workers, return only excluded nodes: a node may be avoided wrongly,
-        because a worker has received a signal that was not meant for its node.
+        because one of its workers has received a signal not meant for the node.
         """
         avoided = self.avoided_now() & set(state.total)
         others = {node: resources for node, resources in state.total.items() if node not in avoided}

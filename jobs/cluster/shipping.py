@@ -1,6 +1,6 @@
-"""Determine which files of the checkout Ray ships to the nodes: their size, excluded secrets, and refused links.
+"""Determine which files in the checkout Ray ships to the nodes; exclude secrets, and refuse unsafe links.
 
-Ray packs the working directory of a job, follows every link, and stores the package on the head, where everybody with
+Ray packs a job's working directory, follows every link, and stores the package on the head node, where everybody with
 access to the cluster can read it. Before that, `inspect_checkout` walks the checkout in the same way:
 1. Files that look like secrets (SECRETS) are excluded, and reported in case they are needed on the cluster.
 2. A link that leads out of the checkout is refused, because Ray would ship its target, for example ~/.ssh.
@@ -49,7 +49,7 @@ def inspect_checkout(root: Path) -> Checkout:
     looks_secret = PathSpec.from_lines("gitignore", SECRETS)
 
     def walk(folder: Path, excludes: list[tuple[Path, PathSpec]], parents: Sequence[str]) -> None:
-        """Add the files of a folder; `parents` contains the real paths of the folder and of its parents."""
+        """Add the files in a folder; `parents` contains the real paths of the folder and its parents."""
         for name in IGNORE_FILES:
             if (folder / name).is_file():
                 patterns = PathSpec.from_lines("gitignore", (folder / name).read_text().splitlines())

@@ -1,15 +1,15 @@
-"""Run attempts of a stage on a worker group until one succeeds, or until a further attempt would not help.
+"""Run attempts of a stage on a worker group until one succeeds or a further attempt would not help.
 
     supervise(train, make_task, context, worlds=(4, 2, 1), stall_s=600.0)
     → {"step": 40, "samples_seen": 640, …}: the value of `train(task)` in rank 0 of the attempt that succeeded
 
 Steps of an attempt (`supervise`):
-0. Reserve a place for every worker: wait until the cluster has room or a stop is requested. If the stage allows several
+0. Reserve a slot for every worker: wait until the cluster has room or a stop is requested. If the stage allows several
    numbers of workers, choose one.
-1. Claim the next attempt number of the run. From now on, no older attempt can commit a checkpoint.
+1. Claim the next attempt number of the run. From then on, no older attempt can commit a checkpoint.
 2. Get the task from the stage: the document sent to all workers.
 3. Create the attempt's folder, `<stage>/attempts/attempt-000001`, for the workers' files.
-4. Run the worker group. About every 0.5 s (`Attempt.look`): report the status; end the attempt if a worker is stuck;
+4. Run the worker group. About every 0.5 s (`Attempt.check`): report the status; end the attempt if a worker is stuck;
    log slow workers; tell the workers to commit and exit if there is room for more workers, if a node is about to
    leave, or if a stop is requested.
 5. The worker function has returned a value: done.
@@ -95,10 +95,10 @@ def supervise(
     storage = context.campaign.storage
     history = History(Sizes(worlds))
     while True:
-        # 0. Reserve before the claim, so that an attempt without places leaves no trace.
+        # 0. Reserve before the claim, so that an attempt without slots leaves no trace.
         sizes = history.sizes
         world = nodes.reserve(storage.address(), sizes.open_worlds(), context.log, partial(end_if_requested, context))
-        sizes.begins(world)
+        sizes.record_start(world)
         cluster = dataclasses.replace(context.campaign.cluster, workers=world)
         larger = [other for other in worlds if other > world]
         growth = Growth(larger, cluster.patience_s, nodes.room, partial(last_step, context), sizes.not_before)
@@ -121,23 +121,23 @@ def supervise(
         growth.start()
         try:
             with companion:
-                value = group.run(function, task, attempt.look)
+                value = group.run(function, task, attempt.check)
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:
             # 6.
             context.poll(number, 0)
             # 7. Record before reading the store, which may be unreachable and raise another error.
             if isinstance(error, WorkerGroupError) and error.exit_code != ExitCode.PREEMPTED:
-                write_incident(context, number, error, group.places())
+                write_incident(context, number, error, group.phases())
             # If a stop is requested and a worker has requested an exit code, the error is raised below in any case. Do
             # not check for progress then, because reading an unreachable store takes a minute.
             is_end_of_stage = context.stop_requested() and error.exit_code is not None
             made_progress = not is_end_of_stage and last_step(context) > step_before
             if made_progress:
-                sizes.has_committed(world, {link.agent.node_id for link in group.links})
+                sizes.record_commit(world, {link.agent.node_id for link in group.links})
             # 8. Not if a stop is requested too.
-            was_asked = growth.target is not None or bool(group.drain_events)
-            if error.exit_code == ExitCode.PREEMPTED and was_asked and not context.stop_requested():
+            was_requested = growth.target is not None or bool(group.drain_events)
+            if error.exit_code == ExitCode.PREEMPTED and was_requested and not context.stop_requested():
                 move(attempt, nodes, sizes)
                 continue
             # 9.
@@ -174,20 +174,20 @@ class Attempt:
     growth: Growth
     can_commit: bool
 
-    def look(self) -> None:
-        """Check the last reported state of the workers; called about every 0.5 s.
+    def check(self) -> None:
+        """Check the workers' last reported states; called about every 0.5 s.
 
         Raises WorkerGroupError if a worker is stuck, Preempted if a stop is requested and there is nothing to commit.
         """
         context = self.context
         group = self.group
         # Poll first: if the driver was suspended, another command may own the run, and its files must not be changed.
-        step = min((place.step for place in group.places().values()), default=0)
+        step = min((phase.step for phase in group.phases().values()), default=0)
         context.poll(self.number, step)
         # The agents read files that the workers write, so a suspended worker cannot block this. After all workers have
         # ended, they enter no new phases: the remaining time is cleanup and not a stall.
         if not group.have_all_ended():
-            stuck = self.watch.find_stall(group.places(), group.is_frozen)
+            stuck = self.watch.find_stall(group.phases(), group.is_frozen)
             # If an agent stays silent, the worker group ends the attempt soon, and names the agent.
             if stuck is not None and not group.has_silent_agent():
                 raise group.evidence().silent_failure(stuck.rank, stuck.cause)
@@ -230,12 +230,12 @@ def restart_point(context: Context) -> str:
 
 
 def write_incident(
-    context: Context, attempt: int, failure: WorkerGroupError, places: Mapping[int, PhaseReport]
+    context: Context, attempt: int, failure: WorkerGroupError, phases: Mapping[int, PhaseReport]
 ) -> None:
-    """Append a failure to incidents.txt: time, attempt, worker, the worker's phase (from `places`), and cause."""
+    """Append a failure to incidents.txt: time, attempt, worker, the worker's phase (from `phases`), and cause."""
     # Store phase and advice in the failure, because the log and the stage's error show them too.
-    if failure.rank is not None and failure.rank in places:
-        failure.place = str(places[failure.rank])
+    if failure.rank is not None and failure.rank in phases:
+        failure.phase = str(phases[failure.rank])
     if any(word in failure.cause for word in OUT_OF_MEMORY):
         failure.cause += LESS_MEMORY
 
@@ -249,7 +249,7 @@ def write_incident(
 
 
 def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
-    """Prepare and log the move of the next attempt: off the leaving nodes, or to more workers.
+    """Prepare the next attempt's move off the leaving nodes, or to more workers, and log it.
 
     Raises Preempted if the driver's node is leaving, because the next attempt needs a driver on another node.
     """
@@ -257,7 +257,7 @@ def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
     target = attempt.growth.target
     drain_events = attempt.group.drain_events
     if target is not None and not drain_events:
-        sizes.grows(target)
+        sizes.record_scale_up(target)
         context.log(
             f"scaling up from {attempt.watch.world} to {target} workers, resuming from {restart_point(context)}"
         )
@@ -277,7 +277,7 @@ def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
 def exclude_unlike_nodes(context: Context, nodes: Nodes, failure: WorkerGroupError, least: int) -> None:
     """Exclude and log the nodes whose code or packages differ from the majority of all nodes.
 
-    Nodes without workers also count. Raises StageFailed if no node differs, if there is no majority, or if the
+    Nodes without workers are compared too. Raises StageFailed if no node differs, if there is no majority, or if the
     other nodes have too little room.
     """
     identities = nodes.identities()
@@ -311,7 +311,7 @@ def exclude_unlike_nodes(context: Context, nodes: Nodes, failure: WorkerGroupErr
 def recover(
     context: Context, nodes: Nodes, history: History, failure: WorkerGroupError, world: int, *, made_progress: bool
 ) -> None:
-    """Handle a failed attempt of `world` workers (step 10 of the module's docstring).
+    """Handle a failed attempt with `world` workers (step 10 of the module's docstring).
 
     Returns when the next attempt may start. Raises Preempted (also if a stop is requested during the wait), RunOwned
     and StageFailed.

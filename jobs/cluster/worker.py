@@ -8,8 +8,8 @@
        … and "ended": 1763800100.0, "value": {"step": 40}
        … or "ended": 1763800100.0, "exit_code": 65, "kind": "DataError", "error": "…", "traceback": "…"
 
-   These records are for people. The agent reads a copy in the node's folder, which is local to the node. The worker
-   also reports its phase there (pipeline/monitoring/watchdog.py).
+   These records are meant for people. The agent reads a copy in the node's folder, which is local to the node. The
+   worker also reports its phase there (pipeline/monitoring/watchdog.py).
 4. It waits until the agent kills it. Until then, rank 0 serves the store through which the workers find each other, and
    the connections of a failed worker stay open, so that its peers do not fail too.
 """
@@ -42,7 +42,7 @@ Task = dict[str, Any]  # JSON document sent to the workers of an attempt
 WorkerFunction = Callable[[Task], object]  # importable by its module's name; returns JSON
 
 LOOPBACK = "127.0.0.1"
-LONGEST_TRACEBACK = 10_000  # characters, counted from the end
+MAX_TRACEBACK_LENGTH = 10_000  # characters, counted from the end
 RECORD_RESERVE_BYTES = 16_384  # space reserved in a worker's record for its error and traceback
 # Slurm, and Ctrl-C in a terminal, send these signals to all processes of a job.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -102,7 +102,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything that a forked worker needs to start."""
+    """The data that a forked worker needs to start."""
 
     info: RankInfo
     payload: bytes  # pickled (function, task), so that agent and fork server need not import the function
@@ -139,7 +139,7 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
     # Ignore signals sent to all processes of a machine, but report SIGTERM to the agent at once. A Python handler would
     # run only after a collective returns; the file descriptor of `set_wakeup_fd` is written by the signal itself.
     for number in STOP_SIGNALS:
-        signal.signal(number, outlive)
+        signal.signal(number, ignore_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     signals, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -186,7 +186,7 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
             "exit_code": exit_code if isinstance(exit_code, int) else None,
             "kind": type(error).__name__,
             "error": error_text(error) if isinstance(error, OSError) else str(error),
-            "traceback": trace[-LONGEST_TRACEBACK:],
+            "traceback": trace[-MAX_TRACEBACK_LENGTH:],
         }
     # Write the record first: if the disk is full, writing to the log raises.
     _write_record(spec, end)
@@ -255,5 +255,5 @@ def _listen(lifeline: int, signals: int, sigterm_file: Path, news: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def outlive(number: int, frame: FrameType | None) -> None:
-    """A signal handler that does nothing. Unlike SIG_IGN, child programs do not inherit it."""
+def ignore_signal(number: int, frame: FrameType | None) -> None:
+    """Do nothing; used as a signal handler because, unlike SIG_IGN, child programs do not inherit it."""

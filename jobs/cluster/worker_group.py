@@ -37,25 +37,25 @@ POLL_S = 1.0  # heartbeat period: how often an agent responds if nothing happens
 TOGETHER_S = 0.05  # agents with the same deadline respond within this time
 # Heartbeats that an agent may miss before its node is probed, counted from the pending poll. That poll may be 1 s
 # old when a network link fails, so the probe is 5 to 6.5 s after the failure (at the next tick): a link that recovers
-# within 5 s costs nothing. The probe takes 1 s (ANSWER_S, ASKED_TIMES in ray_places.py), so a loss is known after 6 to
-# 7.5 s.
+# within 5 s costs nothing. The probe takes 1 s (PROBE_TIMEOUT_S and PROBE_ATTEMPTS in ray_places.py), so a loss
+# is known after 6 to 7.5 s.
 MISSED_BEATS = 6
 # The same limit after a worker has reported a lost peer: probe earlier, because the cause is determined after 1.5 s.
 MISSED_BEATS_PEER = 1
-# An agent that has not responded for this long, although its node does, is suspended (SIGSTOP) or stuck: it is ended,
-# its node is avoided, and the attempt fails. A driver that was itself suspended counts at most MISSED_BEATS of that
-# time.
+# An agent without a response for this long, although its node responds, is suspended (SIGSTOP) or stuck: it is killed,
+# its node is avoided, and the attempt fails. If the driver itself was suspended, at most MISSED_BEATS of that time
+# count.
 AGENT_SILENT_S = 30.0
 SILENT_BEATS = 3  # heartbeats that an agent may miss before the last known phases of its workers are outdated
 STATUS_POLL_S = 1.0  # interval between queries for draining and spare nodes
-STOP_AGAIN_S = 5.0  # interval between requests to commit and exit
+STOP_RETRY_S = 5.0  # interval between requests to commit and exit
 END_S = 20.0  # maximum wait for agents to kill their workers
 DRAINED = "its node is being drained"
 
 
 @dataclass(frozen=True)
 class DrainEvent:
-    """A node's notice that it will leave the cluster."""
+    """The notice that a node will leave the cluster."""
 
     node: str
     node_id: str
@@ -68,9 +68,9 @@ class AgentLink:
 
     agent: NodeAgent
     ranks: list[RankInfo]
-    answer: "Future[Any] | None" = None  # the pending poll
+    reply: "Future[Any] | None" = None  # the pending poll
     called: float = 0.0  # time of that poll
-    asked: float = 0.0  # time of that poll, or of the last probe of the node
+    last_contact: float = 0.0  # time of that poll, or of the last probe of the node
     silent_s: float = 0.0  # how long the agent has not responded although its node did, up to the last probe
     is_up: bool = False  # the agent has responded before; until then it may be starting
     news: int = 0
@@ -116,7 +116,7 @@ class WorkerGroup:
         self.addresses: dict[int, str] = {}  # addresses of the workers' nodes, by rank
         # Rank of a worker on the node → event; None stands for the driver's node, from which the driver cannot move.
         self.drain_events: dict[int | None, DrainEvent] = {}
-        self.remarks: list[str] = []  # about agents that were replaced without harm to the attempt; for the log
+        self.remarks: list[str] = []  # about agents replaced without harm to the attempt; for the log
         self.stop_requested = -math.inf
         self.has_ended = threading.Event()
         self.draining: set[str] = set()  # ids of draining nodes; like `spare`, set by a thread
@@ -124,9 +124,9 @@ class WorkerGroup:
 
     # -------------------------------------------------------------------- for `on_tick`
 
-    def places(self) -> dict[int, PhaseReport]:
+    def phases(self) -> dict[int, PhaseReport]:
         """Return the last known phase of every worker."""
-        return {rank: state.place for rank, state in self.states.items() if state.place is not None}
+        return {rank: state.phase for rank, state in self.states.items() if state.phase is not None}
 
     def have_all_ended(self) -> bool:
         """Return whether every worker has ended, successfully or not."""
@@ -139,24 +139,24 @@ class WorkerGroup:
     def has_silent_agent(self) -> bool:
         """Return whether an agent has stopped responding, so the last known phases of its workers are outdated."""
         now = self.clock()
-        return any(link.answer is not None and now >= link.called + SILENT_BEATS * POLL_S for link in self.links)
+        return any(link.reply is not None and now >= link.called + SILENT_BEATS * POLL_S for link in self.links)
 
     def request_stop(self) -> bool:
         """Tell the workers to commit and exit; return whether any worker has started."""
         now = time.monotonic()
         has_started = any(state.record is not None for state in self.states.values())
         # Repeat the request after a while, because a broken connection may have lost it.
-        if not has_started or now > self.stop_requested + STOP_AGAIN_S:
+        if not has_started or now > self.stop_requested + STOP_RETRY_S:
             self.stop_requested = now
-            asked = [link.agent.call("stop") for link in self.links if not link.loss]
+            replies = [link.agent.call("stop") for link in self.links if not link.loss]
             # The last report may be a second old, so a worker may have started since then.
             if not has_started:
-                for answer in wait(asked, POLL_S).done:
-                    has_started |= answer.exception() is None and answer.result()
+                for reply in wait(replies, POLL_S).done:
+                    has_started |= reply.exception() is None and reply.result()
         return has_started
 
     def evidence(self) -> Evidence:
-        """Return the workers' states, to determine the cause of a failure."""
+        """Return the workers' states as evidence for the cause of a failure."""
         losses = {}
         for link in self.links:
             if link.loss:
@@ -180,7 +180,7 @@ class WorkerGroup:
             calls = []
             for link, request in zip(self.links, requests, strict=True):
                 calls.append((link, link.agent.call("start", request)))
-            for link, is_own in zip(self.links, self._answers(calls, deadline, on_tick), strict=True):
+            for link, is_own in zip(self.links, self._wait_for_replies(calls, deadline, on_tick), strict=True):
                 link.has_own_folder = is_own
 
             # 2. Poll the workers until all have ended, or until the first failure is known.
@@ -267,7 +267,7 @@ class WorkerGroup:
 
         # Rank 0 serves the store through which the workers find each other. Its agent selects the port.
         first = self.links[0]
-        (port,) = self._answers([(first, first.agent.call("listen"))], deadline, on_tick)
+        (port,) = self._wait_for_replies([(first, first.agent.call("listen"))], deadline, on_tick)
         variables = {
             **self.cluster.environment,
             "MASTER_ADDR": first.agent.address,
@@ -280,13 +280,13 @@ class WorkerGroup:
             requests.append(StartRequest(link.ranks, payload, self.folder, variables, token, carried, earlier))
         return requests
 
-    def _answers(
+    def _wait_for_replies(
         self, calls: Sequence[tuple[AgentLink, "Future[Any]"]], deadline: float, on_tick: Callable[[], None]
     ) -> list[Any]:
         """Wait for the agents' replies, and return them. Raises WorkerGroupError if an agent is lost or times out."""
-        answers = []
+        replies = []
         for link, _ in calls:
-            link.asked = self.clock()
+            link.last_contact = self.clock()
         for link, future in calls:
             cause = ""
             sign_of_life = link.agent.call("ping")
@@ -294,7 +294,7 @@ class WorkerGroup:
                 on_tick()
                 if sign_of_life.done() and sign_of_life.exception() is None:
                     link.is_up = True
-                    link.asked = self.clock()
+                    link.last_contact = self.clock()
                     link.silent_s = 0.0
                     sign_of_life = link.agent.call("ping")
                 # An agent may take long to start, so probe its node to decide whether to wait.
@@ -308,7 +308,7 @@ class WorkerGroup:
                     self.nodes.give_up(link.agent)
             if not cause:
                 try:
-                    answers.append(future.result())
+                    replies.append(future.result())
                     link.is_up = True
                     continue
                 except PatchlineError:
@@ -318,38 +318,38 @@ class WorkerGroup:
                     cause = loss or f"its node's agent failed: {error}"
                     self.nodes.avoid([link.agent.node_id])
             raise WorkerGroupError(link.ranks[0].rank, link.agent.name, cause)
-        return answers
+        return replies
 
     def poll(self, wait_s: float) -> None:
         """Poll every agent without a pending poll, and process the replies that arrive within `wait_s` seconds."""
         now = self.clock()
         for link in self.links:
-            if link.answer is None and not link.loss:
+            if link.reply is None and not link.loss:
                 # Use the same deadline for all agents, so that they report the workers' phases at the same moment.
-                link.answer = link.agent.call("poll", link.news, POLL_S - now % POLL_S, link.acknowledged)
+                link.reply = link.agent.call("poll", link.news, POLL_S - now % POLL_S, link.acknowledged)
                 link.acknowledged = {}
                 link.called = now
-                link.asked = now
-        answers = [link.answer for link in self.links if link.answer is not None]
-        done, _ = wait(answers, wait_s, return_when=FIRST_COMPLETED)
-        if done and len(answers) > 1:
-            wait(answers, TOGETHER_S)
+                link.last_contact = now
+        replies = [link.reply for link in self.links if link.reply is not None]
+        done, _ = wait(replies, wait_s, return_when=FIRST_COMPLETED)
+        if done and len(replies) > 1:
+            wait(replies, TOGETHER_S)
 
         # Probe the nodes of silent agents: after one missed heartbeat if a worker has lost a peer, else after several,
         # because the agent may only be slow.
         limit = MISSED_BEATS
         if any(map(has_lost_a_peer, self.evidence().ends().values())):
             limit = MISSED_BEATS_PEER
-        self.check_nodes([link for link in self.links if link.answer is not None and not link.answer.done()], limit)
+        self.check_nodes([link for link in self.links if link.reply is not None and not link.reply.done()], limit)
 
         failed = []
         for link in self.links:
-            answer = link.answer
-            if answer is None or not answer.done():
+            reply = link.reply
+            if reply is None or not reply.done():
                 continue
-            link.answer = None
+            link.reply = None
             try:
-                report: NodeReport = answer.result()
+                report: NodeReport = reply.result()
             except Exception as error:
                 link.error = error
                 failed.append(link)
@@ -386,18 +386,18 @@ class WorkerGroup:
         ending = []
         for link in self.links:
             if not link.loss:
-                link.asked = self.clock()
+                link.last_contact = self.clock()
                 ending.append((link, link.agent.call("end")))
         deadline = self.clock() + END_S
         while ending and self.clock() < deadline:
-            wait([answer for _, answer in ending], POLL_S)
-            self.check_nodes([link for link, answer in ending if not answer.done()], MISSED_BEATS_PEER)
+            wait([reply for _, reply in ending], POLL_S)
+            self.check_nodes([link for link, reply in ending if not reply.done()], MISSED_BEATS_PEER)
             silent = []
-            for link, answer in ending:
-                if not answer.done() and not link.loss:
-                    silent.append((link, answer))
-                elif answer.done() and answer.exception() is None and answer.result():
-                    self.remarks.append(f"{link.agent.name}: {answer.result()}")
+            for link, reply in ending:
+                if not reply.done() and not link.loss:
+                    silent.append((link, reply))
+                elif reply.done() and reply.exception() is None and reply.result():
+                    self.remarks.append(f"{link.agent.name}: {reply.result()}")
             ending = silent
         # Otherwise the next attempt would wait for them.
         for link, _ in ending:
@@ -408,18 +408,18 @@ class WorkerGroup:
             self.nodes.give_up(link.agent)
 
     def check_nodes(self, links: Sequence[AgentLink], limit: int) -> None:
-        """Probe the nodes of agents that have missed `limit` heartbeats, and record which nodes are lost.
+        """Probe the nodes of agents with at least `limit` missed heartbeats, and record which nodes are lost.
 
         Pass a `limit` of 0 for agents whose last call has failed.
         """
         now = self.clock()
-        silent = [link for link in links if not link.loss and now >= link.asked + limit * POLL_S]
+        silent = [link for link in links if not link.loss and now >= link.last_contact + limit * POLL_S]
         if not silent:
             return
         for link, loss in zip(silent, self.nodes.losses_of([(link.agent, link.error) for link in silent]), strict=True):
-            # Without an error, the agent has been silent since it was asked.
+            # Without an error, the agent has been silent since it was last polled or probed.
             if not loss and link.error is None and link.is_up:
-                link.silent_s += min(now - link.asked, MISSED_BEATS * POLL_S)
+                link.silent_s += min(now - link.last_contact, MISSED_BEATS * POLL_S)
                 if link.silent_s >= AGENT_SILENT_S:
                     loss = (
                         f"its node's agent has not responded for {link.silent_s:.0f} s, but the node accepts "
@@ -429,7 +429,7 @@ class WorkerGroup:
             link.loss = loss
             link.error = None
             # If the node has responded, count its missed heartbeats from now.
-            link.asked = self.clock()
+            link.last_contact = self.clock()
 
     def _watch_nodes(self) -> None:
         """Query draining and spare nodes once a second; runs in a thread, because the head may be unreachable."""

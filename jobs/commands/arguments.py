@@ -1,8 +1,10 @@
-"""Arguments and options shared by several commands, and the handling of SIGTERM."""
+"""Arguments and options shared by several commands, suggestions for mistyped paths, and the handling of SIGTERM."""
 
+import difflib
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
@@ -33,3 +35,24 @@ def stoppable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def near_path(path: str) -> str:
+    """Return "; did you mean 'photos/cat'?" if a file or folder with a similar name exists; otherwise ""."""
+    missing = Path(path)
+    rest: list[str] = []
+    while not missing.parent.exists():
+        rest.insert(0, missing.name)
+        missing = missing.parent
+    names = {}
+    with suppress(OSError):
+        for entry in missing.parent.glob("*"):
+            names[entry.name.lower()] = entry
+    close = difflib.get_close_matches(missing.name.lower(), names, n=1)
+    if not close:
+        return ""
+    near = names[close[0]]
+    # Append the rest of the path if that exists too.
+    if near.joinpath(*rest).exists():
+        near = near.joinpath(*rest)
+    return f"; did you mean {str(near)!r}?"

@@ -1,4 +1,4 @@
-"""`patchline run`, and the lookup of recipes by path or built-in name for all commands."""
+"""`patchline run`, and the lookup of recipes by path or built-in name, used by all commands."""
 
 import difflib
 import shlex
@@ -54,7 +54,7 @@ def run_document(campaign: "Campaign") -> Document:
 
 
 def kinds_of(context: typer.Context) -> "Kinds":
-    """Load all stage kinds in the command table of the context."""
+    """Load all stage kinds listed in the context's command table."""
     from jobs.kinds import load_kinds
 
     return load_kinds(context.obj.kinds)
@@ -109,7 +109,7 @@ def recipe_path(recipe: str) -> Path:
 
 
 def shipped() -> dict[str, Path]:
-    """Return the built-in recipe files by name, the path below jobs/recipes without suffix: "transfer/cifar10"."""
+    """Return the files of built-in recipes by name, which is the path without suffix, as in "transfer/cifar10"."""
     recipes = {}
     for file in sorted(RECIPES.rglob("*.yaml")):
         recipes[file.relative_to(RECIPES).with_suffix("").as_posix()] = file

@@ -1,6 +1,6 @@
 """`patchline checkpoints list|prune RUN`: list or delete the checkpoints of a run.
 
-RUN is a run directory or URL, a stage's folder in it, or the folder of one checkpoint. These commands read only JSON
+RUN is a run directory or URL, a stage's folder in it, or a checkpoint's folder. These commands read only JSON
 files; commands that read tensors are in jobs/extras/checkpoints.py.
 """
 
@@ -15,7 +15,7 @@ from jobs.commands.arguments import Debug
 from jobs.commands.stored_runs import OpenedRun, opened
 from pipeline import artifacts
 from pipeline.checkpoints.needed import needed_steps
-from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
+from pipeline.checkpoints.stage_checkpoints import MIN_KEPT, StageCheckpoints
 from pipeline.monitoring.telemetry import read_metrics, scores_of
 
 SavedRun = Annotated[
@@ -25,7 +25,9 @@ SavedRun = Annotated[
     ),
 ]
 Keep = Annotated[int, typer.Option(help="Number of newest checkpoints to keep in each stage, at least 2.")]
-KeepEvery = Annotated[int, typer.Option(help="Also keep steps that are multiples of this number; 0: no others.")]
+KeepEvery = Annotated[
+    int, typer.Option(help="Also keep the checkpoints of steps divisible by this number; 0: no others.")
+]
 
 
 def list_all(path: SavedRun, _debug: Debug = False) -> Answer:
@@ -99,13 +101,13 @@ def checkpoint_lines(document: Document) -> Iterator[str]:
 def prune(path: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Debug = False) -> Answer:
     """Delete all but the newest checkpoints of each stage.
 
-    The newest checkpoints are verified first; if any is damaged, nothing is deleted. Checkpoints that are still to be
-    evaluated, and the best checkpoint if the recipe keeps it, are not deleted either.
+    The newest checkpoints are verified first; if any is damaged, nothing is deleted. Checkpoints waiting for an
+    evaluation, and the best checkpoint if the recipe keeps it, are not deleted either.
     """
-    if keep < LEAST_KEPT:
-        raise UsageError(f"--keep is {keep}, expected {LEAST_KEPT} or more, in case one checkpoint is bad")
+    if keep < MIN_KEPT:
+        raise UsageError(f"--keep is {keep}, expected {MIN_KEPT} or more, in case one checkpoint is damaged")
     with opened(path) as run:
-        # Verify all stages before deleting anything, so that no good checkpoint is deleted in favor of a bad one.
+        # Verify all stages before deleting anything, so that no good checkpoint is deleted in favour of a damaged one.
         for checkpoints in run.stages:
             for name in checkpoints.committed()[:keep]:
                 checkpoints.verify(name)

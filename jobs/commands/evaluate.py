@@ -26,7 +26,7 @@ from pipeline.values import counted
 
 STAGE = "evaluate"
 VALUES = ("value", "low", "high", "samples", "note")  # fields of a value that a script needs
-MOST_PROCESSES = 8  # maximum number of workers on a machine without GPUs; each holds the whole model
+MAX_PROCESSES = 8  # maximum number of workers on a machine without GPUs; each holds the whole model
 
 SetsAndOverrides = Annotated[
     list[str],
@@ -115,7 +115,7 @@ def evaluate(
 
     # One worker process per GPU (or CPU core) of this machine; Ray workers if RAY_ADDRESS names a cluster.
     gpus = torch.cuda.device_count()
-    cluster: dict[str, Any] = {"workers": gpus or min(cores(), MOST_PROCESSES)}
+    cluster: dict[str, Any] = {"workers": gpus or min(cores(), MAX_PROCESSES)}
     if gpus:
         cluster["gpus_per_worker"] = 1
     if "RAY_ADDRESS" not in os.environ:
@@ -137,7 +137,7 @@ def result_line(document: Document) -> list[str]:
 
 
 def name_of(path: str) -> str:
-    """Convert the last part of a path to a name that has only letters, digits, dashes and underscores."""
+    """Convert the last part of a path to a name with only letters, digits, dashes and underscores."""
     from data.index.document import SUFFIX
 
     last = path.rstrip("/").rpartition("/")[2] or "weights"

@@ -43,7 +43,7 @@ class CommandTable:
     watchers: Sequence[str] = ()  # "module:Class" of each watcher of a run (jobs/run/watchers.py)
 
     def load(self, words: str) -> Callable[..., Any]:
-        """Import the function of a command. Raises ModuleNotFoundError if its extra is not installed."""
+        """Import a command's function. Raises ModuleNotFoundError if the command's extra is not installed."""
         for commands in self.sections.values():
             if words in commands:
                 function: Callable[..., Any] = resolve_name(commands[words][0])
@@ -51,7 +51,7 @@ class CommandTable:
         raise KeyError(words)
 
     def example(self, words: str) -> str:
-        """Return an example of a command without the program's name; "" for an unknown command."""
+        """Return an example of a command, without the program's name; "" for an unknown command."""
         for commands in self.sections.values():
             if words in commands:
                 return f"{words} {commands[words][2]}".rstrip()
@@ -59,7 +59,7 @@ class CommandTable:
 
 
 class LazyGroup(TyperGroup):
-    """A typer group whose commands come from a `CommandTable`."""
+    """A typer group with the commands of a `CommandTable`."""
 
     def __init__(self, table: CommandTable, name: str, prefix: str = "", **settings: Any) -> None:
         # rich_markup_mode=None, because rendering rich's panels takes longer than the rest of --help.

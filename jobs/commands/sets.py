@@ -5,6 +5,7 @@ patchline index shards/theirs --workers 8
 patchline index s3://bucket/theirs --output indexes/theirs
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,9 +14,10 @@ import typer
 from data.errors import ConfigError, DataError, UsageError
 from data.files import with_home
 from jobs.answer import Answer, report_lines
-from jobs.commands.arguments import Debug, stoppable
+from jobs.commands.arguments import Debug, near_path, stoppable
 from jobs.named_stages import find_set, stages_in
-from jobs.terminal import ProgressMeter, echo
+from jobs.progress import ProgressMeter
+from jobs.terminal import echo
 from pipeline.values import counted
 
 if TYPE_CHECKING:
@@ -25,13 +27,13 @@ if TYPE_CHECKING:
 
 SOURCES = (
     "folder (one subfolder per class), table (CSV or parquet with columns path and label), tars (WebDataset, "
-    "img2dataset), parquet (Hugging Face images), digits; or a known data set (docs/data-sets.md): "
-    "imagenet-train, imagenet-validation, imagenet-21k, imagenet-21k-fall11, cifar10, cifar100, pets, "
-    "flowers102, objectnet, vtab."
+    "img2dataset), parquet (Hugging Face images, also at hf://datasets/OWNER/NAME), digits; or a known data set "
+    "(docs/data-sets.md): imagenet-train, imagenet-validation, imagenet-21k, imagenet-21k-fall11, cifar10, cifar100, "
+    "pets, flowers102, objectnet, vtab."
 )
 TARS = (
-    "A folder of WebDataset tars, or the tars; or quoted URLs (s3, gs, az, https): "
-    "s3://bucket/train, 's3://bucket/*/train-*.tar', 'https://host/train-{000000..000999}.tar'."
+    "A folder of WebDataset tars, or the tars; or quoted URLs (s3, gs, az, hf, https): s3://bucket/train, "
+    "'s3://bucket/*/train-*.tar', 'hf://datasets/OWNER/NAME/train/*.tar', 'https://host/train-{000000..000999}.tar'."
 )
 
 Source = Annotated[str, typer.Argument(help=SOURCES)]
@@ -54,7 +56,7 @@ ClassList = Annotated[
 ClassesOf = Annotated[str | None, typer.Option(metavar="INDEX", help="Use the class numbering of this data set.")]
 Rename = Annotated[
     list[str] | None,
-    typer.Option(metavar="OLD=NEW", help="Rename a class of the source; repeatable."),
+    typer.Option(metavar="OLD=NEW", help="Rename a class from the source; repeatable."),
 ]
 Real = Annotated[
     str | None, typer.Option(help="imagenet-validation: real.json with all labels of each image, instead of --wnids.")
@@ -89,7 +91,7 @@ Workers = Annotated[int, typer.Option(min=1, help="Number of shards processed in
 
 Check = Annotated[
     bool,
-    typer.Option("--check", help="Then decode every sample, as `data check` does; exit with 65 if one is bad."),
+    typer.Option("--check", help="Afterwards, decode every sample like `data check`; exit with 65 if any is damaged."),
 ]
 
 
@@ -118,10 +120,12 @@ def pack(
     _debug: Debug = False,
 ) -> Answer:
     """Pack images into shards with an index. To resume an interrupted command, run it again."""
+    from data.remote.cache import Cache
+    from data.shards.indexing import pinned
     from data.shards.packing import pack
     from data.sources.numbering import Numbering
-    from data.walk import matching, near_path
-    from jobs.sets import SetConfig, check_apart, expected_samples, numbering_of, samples_of
+    from data.walk import matching
+    from jobs.sets import SetConfig, check_apart, expected_samples, missing_paths, numbering_of, samples_of
     from pipeline import config
 
     renamed = {}
@@ -169,6 +173,8 @@ def pack(
         hint = "\n  give the images first, then the output folder" if folder.is_dir() else near_path(path)
         raise DataError(f"no file or folder at {path}{hint}\n  expected the images, or a table of images")
     check_apart(cfg, folder)
+    if cfg.path is not None and "://" in cfg.path and not missing_paths(cfg):
+        cfg = replace(cfg, path=pinned(cfg.path, folder, Cache(cache_config(None))))
     numbering = Numbering()
     if not unlabelled:
         numbering = numbering_of(cfg, name or folder.name)
@@ -207,7 +213,7 @@ def index(
     check_all: Check = False,
     _debug: Debug = False,
 ) -> Answer:
-    """Index existing WebDataset tars in place; exit with 65 if no sample is usable."""
+    """Index existing WebDataset tars in place; exit with code 65 if no sample is usable."""
     from data.index.document import load_index
     from data.shards.indexing import build_index, problem_of
     from data.sources.numbering import check_unambiguous, read_class_list
@@ -233,7 +239,7 @@ def index(
                 f"--classes-of {classes_of}: this data set has no class names\n  expected a data set with class names"
             )
 
-    # A single argument that is not a tar is a folder or a URL with a pattern.
+    # A single argument other than a tar is a folder or a URL with a pattern.
     is_folder_or_pattern = len(tars) == 1 and not tars[0].endswith(".tar")
     progress = ProgressMeter("shards")
     with stoppable():
@@ -285,7 +291,7 @@ def check(
 
 
 def cache_config(folder: str | None) -> "CacheConfig":
-    """Return the cache settings for remote shards, like `data.cache` in a recipe; None selects the default folder."""
+    """Return the cache settings for remote shards, as in `data.cache` of a recipe; None selects the default folder."""
     from data.remote.config import CacheConfig
 
     if folder is None:
@@ -296,7 +302,7 @@ def cache_config(folder: str | None) -> "CacheConfig":
 def set_document(index: "Index", *, with_gap: bool = False) -> dict[str, Any]:
     """Describe a data set: size, folder, class names and skipped samples, also as lines (`report`).
 
-    With `with_gap`, one line reports the unused class ids, if these are the majority.
+    If `with_gap` is true and most class ids are unused, one line reports this.
     """
     from data.index.document import SUFFIX
     from data.index.names import gap_in_ids, preview

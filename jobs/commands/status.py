@@ -1,5 +1,6 @@
 """`patchline status RUN`: show the progress of a run from the files in its directory."""
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -8,12 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.errors import CheckpointError, DataError
+from data.checks import few
+from data.errors import CheckpointError, DataError, UsageError
 from data.files import MANIFEST, write_atomically
 from data.storage import Folder
 from jobs.answer import Answer, Document, Step
 from jobs.commands.arguments import Debug, Run
-from jobs.named_stages import RECORD, STAGE_FOLDER, find_stage, no_run
+from jobs.named_stages import RECORD, STAGE_FOLDER, find_stage
 from jobs.ownership import RAY_JOB
 from jobs.run.reading import read_command, read_outcome, stage_folders
 from models.weights.folder import CONFIG
@@ -47,7 +49,7 @@ def status(run: Run, _debug: Debug = False) -> Answer:
 
 
 def run_or_stage(path: str) -> Path:
-    """Return the folder of a run, or of the stage RUN/STAGE. Raises DataError."""
+    """Return the folder of a run, or of a stage given as RUN/STAGE. Raises DataError."""
     return Path(path if Path(path).exists() else find_stage(path, RECORD)).resolve()
 
 
@@ -161,7 +163,7 @@ def status_lines(document: Document) -> Iterator[str]:
 
 
 def command_line(document: Document) -> str:
-    """Describe in one line the state of the last command on a run."""
+    """Describe the state of a run's last command in one line."""
     last = document["command"]
     resume = "".join(step["text"] for step in document["next"])
     if last["problem"] == "missing":
@@ -215,3 +217,24 @@ def stage_line(stage: Document) -> str:
         f"{time_left}  {duration(stage['age_s'])} ago  {saved}  "
         f"{to_evaluate}{Account(**stage['time_s']).line()}{problems}"
     )
+
+
+def no_run(path: Path) -> UsageError:
+    """Return the error for a path without a run; the message lists runs inside it, next to it, and in ./runs."""
+    runs: dict[Path, None] = {}
+    for folder, pattern in ((path, "*"), (path, "runs/*"), (Path.cwd(), "runs/*"), (path.parent, "*")):
+        for record in sorted(folder.glob(f"{pattern}/*/{RECORD}")):
+            runs.setdefault(record.parents[1].resolve())
+    listed = []
+    for run in runs:
+        # Show relative paths if possible: they are shorter to type.
+        if run.is_relative_to(Path.cwd()):
+            run = run.relative_to(Path.cwd())
+        listed.append(shlex.quote(str(run)))
+    remark = ""
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        remark = ", which is a recipe"
+    text = f"no run at {path}{remark}\n  expected a run directory or a stage's folder in it"
+    if listed:
+        return UsageError(f"{text}; runs nearby: {few(listed, 8, ', and {} more')}")
+    return UsageError(f"{text}; there are no runs nearby\n  to start one, run python -m jobs run RECIPE")

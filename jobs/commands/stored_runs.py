@@ -1,4 +1,4 @@
-"""Open the run, stage or checkpoint that a command's argument names by path or URL.
+"""Open the run, stage or checkpoint named by a command's argument, a path or URL.
 
 The small files (records and metrics) of a run at s3://… are downloaded to a temporary folder. Checkpoints are
 downloaded only by the commands that read them. Commands print the URL instead of the temporary folder.
@@ -28,7 +28,7 @@ from pipeline.artifacts import (
 )
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 
-# Small files that commands read, of the run and of each stage.
+# Small files read by commands: those of the run, and those of each stage.
 OF_RUN = ("status.json",)
 OF_STAGE = (RECORD, TASK, DONE, CONFIG, PROVENANCE, "metrics.jsonl", "incidents.txt")
 SMALL_FILES = (*OF_RUN, *OF_STAGE, "evaluation.json", "sweep.json", EXAMPLES, EXCLUDED_STEPS)
@@ -36,7 +36,7 @@ SMALL_FILES = (*OF_RUN, *OF_STAGE, "evaluation.json", "sweep.json", EXAMPLES, EX
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """The run, stage or checkpoint that a command's argument names."""
+    """The run, stage or checkpoint named by a command's argument."""
 
     name: str  # as the user typed it
     storage: Storage
@@ -50,7 +50,7 @@ class OpenedRun:
 
 @contextmanager
 def opened(name: str) -> Iterator[OpenedRun]:
-    """Open a run, stage or checkpoint by path or URL. Raises UsageError if nothing of the kind exists there."""
+    """Open a run, stage or checkpoint by path or URL. Raises UsageError if there is none."""
     if "://" in name:
         with local_copy(name) as (store, stage):
             yield OpenedRun(name, store, [StageCheckpoints(store, stage)] if stage else stages_of(store))
@@ -72,7 +72,7 @@ def opened(name: str) -> Iterator[OpenedRun]:
 
 
 def stages_of(storage: Storage) -> list[StageCheckpoints]:
-    """Return the checkpoints of each stage that has any, sorted by stage. Raises UsageError if there are none."""
+    """Return the checkpoints of all stages with checkpoints, sorted by stage. Raises UsageError if there are none."""
     stages: set[str] = set()
     for name in storage.list():
         stage, _, below = name.partition("/")
@@ -88,9 +88,9 @@ def stages_of(storage: Storage) -> list[StageCheckpoints]:
 
 @contextmanager
 def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, str]]:
-    """Download the small files of a run to a temporary folder; yield the run's folder and the URL's stage name.
+    """Download a run's small files to a temporary folder; yield the run's local folder and the stage in the URL.
 
-    The stage name is "" if the URL names the whole run. `with_logs` also downloads each log.txt. Raises UsageError if
+    The stage is "" if the URL names the whole run. `with_logs` also downloads each log.txt. Raises UsageError if
     there is no run at the URL, and StorageError.
     """
     run = check_store_url(url)
@@ -102,13 +102,13 @@ def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, s
         if Bucket(run, folder).read("stage.json") is not None:
             run, _, stage = run.rpartition("/")
         store = Bucket(run, folder / run.rpartition("/")[2])
-        is_there = bool(store.list())
+        exists = bool(store.list())
         # 2. RUN/STAGE without the key. A run's URL has at least two names after s3://.
-        if not is_there and run.count("/") > 3:
+        if not exists and run.count("/") > 3:
             run, _, stage_name = run.rpartition("/")
             store = Bucket(run, folder / run.rpartition("/")[2])
-            is_there = any(file.count("/") == 1 and file.endswith(f"/{RECORD}") for file in store.list())
-        if not is_there:
+            exists = any(file.count("/") == 1 and file.endswith(f"/{RECORD}") for file in store.list())
+        if not exists:
             raise UsageError(f"no run at {url}\n  expected s3://BUCKET/NAME, as in the recipe's run: key")
         store.local.mkdir()
         files = (*SMALL_FILES, "log.txt") if with_logs else SMALL_FILES

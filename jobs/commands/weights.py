@@ -1,12 +1,13 @@
-"""Find the weights that a command's argument names, and check that they exist."""
+"""Find the weights named by a command's argument, and check that they exist."""
 
 from pathlib import Path
 from typing import Annotated
+from zipfile import is_zipfile
 
 import typer
 
 from data.errors import DataError
-from data.walk import near_path
+from jobs.commands.arguments import near_path
 from jobs.named_stages import CHECKPOINTS, find_set, find_stage
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
 
@@ -16,7 +17,7 @@ AnyWeights = Annotated[
 
 
 def find_weights(path: str) -> str:
-    """Return the local folder or file of the weights at a path or URL; download them from a URL. Raises DataError."""
+    """Return the local folder or file with the weights at a path or, after a download, a URL. Raises DataError."""
     if "://" in path:
         from jobs.commands.stored_runs import fetch_weights
 
@@ -53,4 +54,26 @@ def check_weights_exist(path: str) -> None:
         raise DataError(
             f"cannot load {path}: the folder contains neither {CONFIG} nor {THEIR_WEIGHTS}\n"
             "  a pickled pytorch_model.bin is not supported: convert it to safetensors first"
+        )
+    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
+        check_complete(file)
+
+
+def check_complete(file: Path) -> None:
+    """Raise DataError if a file of weights is truncated or in another format, without importing torch."""
+    from safetensors import SafetensorError, safe_open
+
+    problem = ""
+    if file.suffix == ".safetensors":
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            problem = f" ({error})"
+    elif file.suffix in (".npz", ".pth") and not is_zipfile(file):
+        problem = " (it has no zip directory at its end)"
+    if problem:
+        size = file.stat().st_size
+        raise DataError(
+            f"{file} is not a complete {file.suffix} file{problem}: {size:,} bytes\n  download or copy it again"
         )

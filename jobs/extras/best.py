@@ -1,4 +1,4 @@
-"""The recipe keys `keep_best` and `patience` for training stages, and the best value of each metric in done.json."""
+"""Add the recipe keys `keep_best` and `patience` to training stages, and each metric's best value to done.json."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -29,7 +29,7 @@ class Best(TrainingExtra):
         require(
             keep_best in metrics,
             f"{name}.keep_best is {keep_best}, but the stage does not evaluate this metric"
-            f"{did_you_mean(keep_best, metrics)}\n  its metrics: {', '.join(metrics) or 'none'}\n"
+            f"{did_you_mean(keep_best, metrics)}\n  it evaluates: {', '.join(metrics) or 'none'}\n"
             "  set data.evaluate to get accuracy, or probe to get 1shot, 5shot and so on",
         )
         require(
@@ -41,5 +41,5 @@ class Best(TrainingExtra):
         yield from ()
 
     def after(self, cfg: TrainConfig, context: Context, outcome: dict[str, Any]) -> None:
-        """Add each metric's best evaluation, including evaluations on a spare worker, to the outcome."""
+        """Add the best evaluation of each metric, including evaluations on a spare worker, to the outcome."""
         outcome["best"] = best_of(evaluations_of(read_metrics(context.directory, None)))

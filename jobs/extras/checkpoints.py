@@ -39,7 +39,8 @@ Step = Annotated[int | None, typer.Option(help="Step of the checkpoint; default:
 OtherRun = Annotated[str | None, typer.Option("--with", metavar="RUN", help="Run or checkpoint to compare with.")]
 OtherStep = Annotated[int | None, typer.Option("--with-step", help="Step of the checkpoint to compare with.")]
 Target = Annotated[
-    Path, typer.Option("--to", metavar="FOLDER", help="Folder for weights.safetensors and model.json; created if new.")
+    Path,
+    typer.Option("--to", metavar="FOLDER", help="Folder for weights.safetensors and model.json; created if missing."),
 ]
 
 # ------------------------------------------------------------------------------------------------ which checkpoints
@@ -178,7 +179,7 @@ def inspected(document: Document) -> Iterator[str]:
 
 
 def whole_state(reader: "Reader", name: str, kind: str) -> "Tensor":
-    """Return a parameter's master weight or moment as one flat fp32 tensor, concatenated from all ranks."""
+    """Return a parameter's master weight, or a moment, as one flat fp32 tensor, concatenated from all ranks."""
     elements = 0
     for start, count, _, _ in reader.pieces[name, kind]:
         elements = max(elements, start + count)
@@ -193,7 +194,7 @@ def compare(
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     _debug: Debug = False,
 ) -> Answer:
-    """Compare the manifests and tensors of two checkpoints; print the changes from the other checkpoint to this one."""
+    """Compare two checkpoints' manifests and tensors; print the changes from the other checkpoint to this one."""
     if more:
         raise UsageError(
             f"diff takes one run, got {' '.join([path, *more])}\n"

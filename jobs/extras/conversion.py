@@ -6,10 +6,11 @@ patchline export runs/digits/finetune-1a2b3c4d digits-hf --format hf
 """
 
 import json
+import shutil
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,7 +20,7 @@ import typer
 
 import models
 from data.errors import DataError, UsageError
-from data.files import atomic_file, atomic_folder
+from data.files import atomic_file, rename, sync, temporary_name
 from data.index.names import preview
 from data.sources.numbering import read_class_list
 from jobs.answer import Answer, report_lines
@@ -33,6 +34,7 @@ from pipeline import artifacts
 from pipeline.architecture import preprocessing_of
 from pipeline.config import differences, require
 from pipeline.evaluation import any_weights
+from pipeline.extras.recorded_origin import recorded_form, recorded_loss
 from pipeline.identity import code_version
 from pipeline.training_config import check_ops
 
@@ -87,7 +89,7 @@ def import_foreign(
     """Convert official, timm or transformers weights to Patchline's format."""
     check_weights_exist(path)
     refuse_existing(directory)
-    # "heads=3" becomes {"heads": 3}. A value that is not valid JSON is a string.
+    # "heads=3" becomes {"heads": 3}. Any value other than valid JSON is a string.
     changes: dict[str, object] = {}
     for item in overrides or []:
         field, equals, text = item.partition("=")
@@ -115,8 +117,8 @@ def import_foreign(
             "overrides": changes,
             "code": code_version(),
         }
-        # For an export: the loss of the head, and the form in which the weights came.
-        origin = {"loss": any_weights.recorded_loss(path), "form": any_weights.recorded_form(path)}
+        # Needed by an export: the loss used to train the head, and the original format of the weights.
+        origin = {"loss": recorded_loss(path), "form": recorded_form(path)}
         record |= {name: value for name, value in origin.items() if value is not None}
         artifacts.record_weights(made, record)
     lines += described(model, path, names, preprocessing, verification)
@@ -136,7 +138,7 @@ def export(
     is_file = format in ("npz", "pth")
     if is_file and Path(path).suffix != f".{format}":
         raise UsageError(
-            f"{path} does not end in .{format}, so other programs would not recognize the format; nothing was written\n"
+            f"{path} does not end in .{format}, so other programs would not recognise the format; nothing was written\n"
             f"  use {path}.{format}"
         )
     for suffix in ("npz", "pth"):
@@ -154,8 +156,8 @@ def export(
     names = class_names(directory)
     config = model.config
     preprocessing = any_weights.recorded_preprocessing(directory)
-    loss = any_weights.recorded_loss(directory)
-    form = any_weights.recorded_form(directory)
+    loss = recorded_loss(directory)
+    form = recorded_form(directory)
     if preprocess is not None:
         preprocessing = preprocessing_of(preprocess, config)
         height, width = config.image_size
@@ -204,7 +206,7 @@ def export(
     # 4. Report differences between the configs, and between the outputs for one random image.
     for change in differences(models.to_dict(config), models.to_dict(exported.config)):
         lines.append(f"becomes  {change}")
-    # Pixel values from −1 to 1, as in normalized images.
+    # Pixel values from −1 to 1, as in normalised images.
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -261,7 +263,7 @@ def refuse_existing(target: str) -> None:
 
 
 def verify(path: str, log: Callable[[str], None]) -> None:
-    """Verify our weights against their recorded digests and log the result; other projects' weights have no digests.
+    """Verify Patchline's weights against their recorded digests, and log the result; other weights have no digests.
 
     Raises DataError if a digest differs.
     """
@@ -275,7 +277,7 @@ def verify(path: str, log: Callable[[str], None]) -> None:
 def foreign_preprocessing(
     path: str, config: "models.ModelConfig", log: Callable[[str], None]
 ) -> "models.Preprocessing | None":
-    """Return the preprocessing recorded with weights, for images of the model's size; None if none is recorded.
+    """Return the preprocessing recorded with weights, adapted to the model's image size; None if there is none.
 
     Logs a note if the preprocessing cannot be used, or if it is for another image size.
     """
@@ -304,7 +306,7 @@ def foreign_preprocessing(
 
 
 def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
-    """Load a model from a path. Raises DataError with the path if the model cannot be read."""
+    """Load a model from a path. Raises DataError, which names the path, if the model cannot be read."""
     changes: dict[str, Any] = dict(overrides)
     # Convert only the errors that a bad file causes, so that a bug in Patchline is reported as a bug.
     try:
@@ -318,7 +320,7 @@ def class_names(path: str) -> tuple[str, ...]:
     try:
         return models.load_class_names(path)
     except UNREADABLE as error:
-        raise DataError(f"cannot read the class names of {path}: {error}") from None
+        raise DataError(f"cannot read the class names in {path}: {error}") from None
 
 
 def described(
@@ -343,7 +345,7 @@ def described(
         f"{models.parameters_of(config):,} parameters"
     )
     lines.append(f"model    {'  '.join(fields)}")
-    lines.append(f"mapped   {len(model.state_dict())} tensors, none missing, none unknown")
+    lines.append(f"mapped   {len(model.state_dict())} tensors; none are missing or unknown")
 
     # 2. The class names. Without them, the class order of data sets cannot be checked.
     if config.classes and not names:
@@ -392,9 +394,40 @@ def facts(
 
 
 def outputs(model: "models.Model", image: "Tensor") -> "Tensor":
-    """Return a model's logits; for a masked model, which has no logits, return the features."""
+    """Return a model's logits or, for a masked model without logits, its features."""
     config = model.config
     if config.family == "masked":
         features: Any = model.features
         return features(image)
     return model(image)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Context manager that yields a temporary folder to fill; on success its files appear in the new folder `path`.
+
+    `path` must not exist yet, or be an empty folder. If the block raises, the temporary folder is removed and `path` is
+    unchanged, so that the same command can run again. The files must be flushed by their writer.
+    """
+    final = path.resolve()
+    # An existing folder may be a mount point, which cannot be replaced: its files are renamed one by one.
+    is_new = not final.exists()
+    temporary = temporary_name(final if is_new else final / "new")
+    try:
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+        except OSError as error:
+            if isinstance(error.filename, str | Path):
+                error.filename = str(error.filename).replace(str(temporary), str(path))
+            raise
+        if is_new:
+            rename(temporary, final)
+        else:
+            for file in sorted(temporary.iterdir(), key=lambda file: file.stat().st_mtime_ns):
+                rename(file, final / file.name)
+            temporary.rmdir()
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync(final.parent if is_new else final)

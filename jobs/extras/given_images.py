@@ -1,4 +1,4 @@
-"""Read the images that a command's arguments name: image files, folders of images, and tar shards."""
+"""Read the images named by a command's arguments: image files, folders of images, and tar shards."""
 
 import itertools
 from collections import Counter
@@ -7,7 +7,8 @@ from pathlib import Path
 
 from data.errors import UsageError
 from data.index.shard import IMAGES
-from data.walk import files_below, near_path
+from data.walk import files_below
+from jobs.commands.arguments import near_path
 
 
 def check_images(paths: Sequence[str]) -> None:
@@ -30,7 +31,7 @@ def check_images(paths: Sequence[str]) -> None:
 
 
 def encoded_images(paths: Sequence[str], limit: int | None = None) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and bytes of each image: image files, images in folders, and samples in tar shards.
+    """Yield the name and the encoded bytes of each image in these image files, folders and tar shards.
 
     If there are more than `limit` files, select files at even intervals from the sorted names, because the first files
     may all belong to one class. `limit` also applies to the samples of each shard.

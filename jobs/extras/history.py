@@ -1,4 +1,4 @@
-"""Read the history of a run for `report` and `diff`: every step of its stages, restarts, incidents and current state.
+"""Read a run's history for `report` and `diff`: all steps of its stages, restarts, incidents and the current state.
 
     run = read_run(Path("runs/digits"))
     run.stages[1].steps.loss[-1]            the loss of the last step
@@ -48,7 +48,7 @@ REPORT_VALUES = itemgetter("step", "samples_seen", "lr", "images_per_s")
 
 
 class Incident(NamedTuple):
-    """A worker failure that ended an attempt."""
+    """A worker failure that ended an attempt, and its consequence."""
 
     time: str
     what: str
@@ -68,7 +68,8 @@ class StageHistory:
     task: dict[str, Any] = field(default_factory=dict)  # task.json of a trained stage
     provenance: dict[str, Any] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)  # metrics.jsonl
-    # Subsets of `records`: the start of each attempt, all step reports, and the reports that no attempt has repeated.
+    # Subsets of `records`: the start of each attempt, all step reports, and the reports not repeated by a later
+    # attempt.
     starts: list[Record] = field(default_factory=list)
     reports: list[Record] = field(default_factory=list)
     kept_reports: list[Record] = field(default_factory=list)
@@ -85,7 +86,7 @@ class StageHistory:
         return [record for record in self.records if record["kind"] in kinds]
 
     def read_steps(self) -> None:
-        """Fill `steps`, `lost` and `kept_reports`; if several attempts trained a step, the last attempt counts."""
+        """Fill `steps`, `lost` and `kept_reports`; if several attempts trained a step, the last one counts."""
         kept = [np.recarray(0, STEP)]
         lost = [np.recarray(0, STEP)]
         repeated_from = math.inf  # first step repeated by an attempt after this report
@@ -109,7 +110,7 @@ class StageHistory:
         self.lost = np.concatenate(lost[::-1]).view(np.recarray)
 
     def samples_at(self, step: int) -> float:
-        """Return the number of samples seen up to a step, extrapolated from the nearest recorded step."""
+        """Return the number of samples seen by the end of a step, extrapolated from the nearest recorded step."""
         if not len(self.steps):
             return 0.0
         place = int(np.searchsorted(self.steps.step, step))
@@ -118,7 +119,7 @@ class StageHistory:
 
     @property
     def excluded_steps(self) -> list[tuple[int, int]]:
-        """Return the ranges (first, last) of excluded non-finite steps, numbered as in the log."""
+        """Return the ranges (first, last) of steps excluded as non-finite, numbered as in the log."""
         path = self.folder / artifacts.EXCLUDED_STEPS
         if not path.exists():
             return []
@@ -129,7 +130,7 @@ class StageHistory:
 
     @cached_property
     def sets(self) -> dict[str, Index | str]:
-        """Return the data sets of a trained stage by role; an unreadable data set is replaced with the error."""
+        """Return a trained stage's data sets by role; an unreadable data set is replaced with its error."""
         job = self.task.get("job", {})
         paths = {}
         for number, path in enumerate(job.get("train", []), 1):
@@ -191,12 +192,12 @@ class RunHistory:
     address: str  # how to type the run in commands
     stages: list[StageHistory]
     state: str  # "running", "done" or "stopped"
-    end: str  # text that tells how the last command ended
+    end: str  # describes how the last command ended
     command: str  # command that resumes the run
 
     @property
     def trained(self) -> list[StageHistory]:
-        """Return the stages that train a model and have started."""
+        """Return the training stages that have started."""
         return [stage for stage in self.stages if stage.task]
 
 
@@ -235,7 +236,7 @@ def read_run(path: Path, store: Storage | None = None) -> RunHistory:
 
 
 def read_stage(folder: Path, address: str) -> StageHistory:
-    """Read a stage's folder. Errors are stored in `problem`, so that the rest of the report can be shown."""
+    """Read a stage's folder; store any error in `problem`, so that the rest of the report can be shown."""
     stage = StageHistory(folder, folder.name, address)
     try:
         stage.record = artifacts.read_record(folder / "stage.json")
@@ -280,7 +281,7 @@ def result_of(done: Mapping[str, Any]) -> str:
 
 
 def setup_of(stage: StageHistory) -> dict[str, str]:
-    """Return a table that describes a stage's training: model, schedule, augmentation, duration and devices."""
+    """Describe a stage's training in a table: model, schedule, augmentation, duration and devices."""
     config = stage.record["config"]
     model = stage.record["model"]
     optim = config["optim"]

@@ -45,7 +45,7 @@ def resolved(campaign: Campaign) -> str:
 
 
 def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, object]:
-    """Return a stage's config as nested plain values; values that are still unknown are replaced with a description."""
+    """Return a stage's config as nested plain values; replace unknown values with a description."""
     values = config.plain(stage.config)
     for field in stage.pending:
         values = with_fields(values, {field: describe_value(campaign, stage, field)}, stage.name)
@@ -53,7 +53,7 @@ def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, object]:
 
 
 def describe_value(campaign: Campaign, stage: Stage, field: str) -> str:
-    """Describe a value that another stage determines: the value, if known, and the source."""
+    """Describe a value determined by another stage: the value, if known, and its source."""
     source, part = source_of(campaign, stage.references[field])
     text = source.kind.value_in_words(source.config, part)
     if field in stage.pending:

@@ -24,7 +24,7 @@ class Reevaluation(TrainingExtra):
     def repeat_evaluation(
         self, campaign: Campaign, stage: Stage, changed: Collection[str]
     ) -> tuple[Collection[str], list[str]]:
-        """Return the evaluation settings, and the commands that evaluate the stage with their current values."""
+        """Return the evaluation settings, and the commands that re-evaluate the stage with their current values."""
         commands = evaluation_commands(campaign, stage, changed)
         return (EVALUATION_FIELDS if commands else ()), commands
 
@@ -32,7 +32,7 @@ class Reevaluation(TrainingExtra):
 def evaluation_commands(campaign: Campaign, stage: Stage, changed: Collection[str]) -> list[str]:
     """Return the commands that re-evaluate a finished stage with the recipe's current settings.
 
-    `changed` are the fields that have changed since the stage finished. `data.evaluate`, `data.preprocess` and `probe`
+    `changed` names the fields changed since the stage finished. `data.evaluate`, `data.preprocess` and `probe`
     are not part of a stage's key, so changing them does not repeat the training. The list is empty if none of these
     fields has changed, or if the stage has no weights.
 

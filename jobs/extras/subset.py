@@ -14,7 +14,7 @@ from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug, stoppable
 from jobs.commands.sets import CacheFolder, IndexPath, Name, Workers, cache_config, refuse_file, set_document
 from jobs.named_stages import find_set
-from jobs.terminal import ProgressMeter
+from jobs.progress import ProgressMeter
 
 SubsetFolder = Annotated[
     list[str], typer.Option(help="Folder for the subset's index and tables; repeat it for each --part.")
@@ -39,7 +39,7 @@ Part = Annotated[
     ),
 ]
 Shots = Annotated[int | None, typer.Option(min=1, help="Samples per class, drawn like those of the few-shot probe.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Random seed of --shots or --part.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Random seed for --shots or --part.")]
 
 
 def subset(

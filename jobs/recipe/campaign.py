@@ -3,9 +3,10 @@
 How `load` turns a recipe into a campaign:
 1. `read_recipe` reads the YAML file once.
 2. `parse` separates `run`, `cluster`, `trackers` and `budget`; every other section is a stage, whose kind is its
-   name or its `kind:`. First, kinds may replace a section with several (`StageKind.expand`), as sweeps do. Each section
-   becomes the frozen config of its kind; an unknown key is an error. Stages are sorted: a stage that reads another
-   stage's output ("@stage" or "@stage/part") comes after it.
+   name or its `kind:`. First, kinds may replace a section with several (`StageKind.expand`), as sweeps do, and a stage
+   is added that indexes the data sets named by URLs (url_sets.py). Each section is parsed into its kind's frozen
+   config; an unknown key is an error. Stages are sorted: a stage that reads another stage's output ("@stage" or
+   "@stage/part") comes after it.
 3. Each stage gets its model, and its key: a digest of its "forbid" fields and its inputs (key.py).
 4. Values determined by finished stages replace the placeholders in other stages (references.py).
 5. Each stage is checked against the cluster and the existing indexes (validate.py).
@@ -30,6 +31,7 @@ from jobs.named_stages import TABLE, find_set, find_stage
 from jobs.ownership import check_run_path
 from jobs.recipe import key
 from jobs.recipe.references import filled, references_in, with_field, with_values
+from jobs.recipe.url_sets import with_indexed_urls
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Kinds, Reads, Sections, Stage, StageKind, StageSection, reference
 from models.checks import did_you_mean
@@ -48,7 +50,7 @@ def load(recipe: Path, overrides: list[str], kinds: Kinds) -> Campaign:
 
 
 def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
-    """Return the validated campaign of a recipe. Raises ConfigError or DataError if the recipe cannot run."""
+    """Turn a recipe into a validated campaign. Raises ConfigError or DataError if the recipe cannot run."""
     campaign = parse(recipe, kinds)
     # Parents first: a stage's key and model depend on the stages that it reads.
     stages: dict[str, Stage] = {}
@@ -58,11 +60,12 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
         # If the run is in an object store, packed shards would be on this machine only.
         require(
             campaign.remote is None or not stage.kind.sets(stage.config),
-            f"{stage.name} is a {stage.kind.name} stage, but run is {campaign.remote}: other nodes could not read the "
-            "packed shards\n"
+            f"{stage.name} is a {stage.kind.name} stage, but run is {campaign.remote}: other nodes could not read "
+            "what it writes\n"
             "  expected data sets that every node can read, such as data.train: indexes/train for shards at s3://…\n"
-            "  first pack the images with python -m jobs pack, and copy the tars to the store;\n"
-            "  then run python -m jobs index s3://BUCKET/SET --output indexes/train (docs/run-storage.md)",
+            "  first pack images with python -m jobs pack, and copy the tars to the store;\n"
+            "  then run python -m jobs index s3://BUCKET/SET --output indexes/train, also for a URL in the recipe\n"
+            "  (docs/run-storage.md)",
         )
     check_run_path(campaign.run)
     campaign = with_values(replace(campaign, stages=tuple(stages.values())))
@@ -76,7 +79,7 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
 
 
 def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
-    """Build the configs of a recipe's sections; the stages have no inputs, models or keys yet.
+    """Parse a recipe's sections into configs; the resulting stages have no inputs, models or keys yet.
 
     Raises ConfigError, which names the invalid key.
     """
@@ -102,7 +105,7 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
     if budget is not None:
         typed = budget
         budget = read_number(budget, "budget", whole=False)
-        require(budget is not None and budget > 0, f"budget is {typed}, expected exaFLOPs greater than 0")
+        require(budget is not None and budget > 0, f"budget is {typed}, expected a number of exaFLOPs greater than 0")
         is_checked = any(kind.checks_budget for kind in kinds.values())
         require(
             is_checked,
@@ -119,6 +122,7 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
     expanded: Sections = {name: StageSection(values, name) for name, values in sections.items()}
     for kind in kinds.values():
         expanded = kind.expand(expanded, kinds)
+    expanded = with_indexed_urls(expanded, kinds)
     placeholders = Placeholders(expanded, kinds)
     # Read unexpanded sections before the many runs of sweeps, so that an unknown key is reported without delay.
     for name, section in sorted(expanded.items(), key=lambda item: item[0] != item[1].source):
@@ -153,7 +157,7 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
 
 
 class Placeholders:
-    """Placeholders for config values that other stages determine."""
+    """Placeholders for config values to be determined by other stages."""
 
     def __init__(self, sections: Sections, kinds: Kinds) -> None:
         self.sections = sections
@@ -161,7 +165,7 @@ class Placeholders:
         self.known: dict[str, Mapping[str, object]] = {}  # by the stage that determines them
 
     def references_of(self, name: str) -> dict[str, str]:
-        """Return the fields in a stage's section whose values are determined by other stages: field → reference.
+        """Return the fields of a stage's section with values determined by other stages: field → reference.
 
         Raises ConfigError for a reference to a value that its stage does not determine.
         """
@@ -185,7 +189,7 @@ class Placeholders:
         return references
 
     def of(self, source: str) -> Mapping[str, object]:
-        """Return the placeholders for the values that a stage determines."""
+        """Return the placeholders for the values determined by a stage."""
         if source not in self.known:
             self.known[source] = {}
             if source in self.sections:
@@ -208,7 +212,7 @@ class Placeholders:
 
 
 def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, ConfigDataclass]:
-    """Return the stage kind of a section, and the section as an instance of the kind's config."""
+    """Return a section's stage kind, and the section parsed into the kind's config."""
     check_name(name, "a stage", "rename it, and all references to it (@stage)")
     if not isinstance(section, Mapping):
         # The user may have typed a stage's key without the stage: lr=1e-3.
@@ -245,14 +249,14 @@ def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, C
     kind = kinds[kind_name]
     require(
         not kind.missing_module,
-        f"{name} is a {kind_name} stage, which needs {kind.missing_module}, but this is not in the checkout\n"
+        f"{name} is a {kind_name} stage, which needs {kind.missing_module}, missing from this checkout\n"
         "  restore the file from the repository, or remove the stage from the recipe",
     )
     return kind, config.build(kind.config, values, name, kind.defaults)
 
 
 def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
-    """Sort the stages so that each follows the stages that it reads; otherwise, keep the order of the recipe."""
+    """Sort the stages so that each follows the stages it reads; otherwise, keep the order in the recipe."""
     reads: dict[str, set[str]] = {}
     for name, stage in stages.items():
         reads[name] = set()
@@ -268,7 +272,8 @@ def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
             require(
                 parent != name, f"{name}.{field} is @{parent}, the stage itself\n  expected another stage, or a path"
             )
-            # Search for a similar name only after an error: in a large sweep, it takes as long as all other steps.
+            # Search for a similar name only after an error: in a large sweep, the search takes as long as all other
+            # steps.
             if parent not in stages:
                 raise ConfigError(
                     f"{name}.{field} is @{parent}, but the recipe has no stage {parent}{did_you_mean(parent, stages)}"

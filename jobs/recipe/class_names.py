@@ -63,7 +63,7 @@ def of_weights(init: str, available: Available) -> Names:
 
 
 def keeps_head_of_weights(stage: Stage, available: Available) -> bool:
-    """Return whether a stage keeps the head of its initial weights, so that its class ids must match theirs."""
+    """Return whether a stage keeps the head of its initial weights, in which case their class ids must match."""
     init = getattr(stage.config, "init", None)
     if init is None:
         return False

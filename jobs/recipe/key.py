@@ -142,7 +142,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
 
 
 def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, Stage], kinds: Kinds) -> None:
-    """Raise ConfigError if a field refers to a stage that does not write the required type of output."""
+    """Raise ConfigError if a field refers to a stage without the required type of output."""
     link = reference(value)
     assert link is not None, "called only for references"
     parent_name, part = link
@@ -180,7 +180,7 @@ def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, 
 
 
 def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> ModelConfig | None:
-    """Return the architecture of a stage's model, from only the recipe or from the initial weights and the recipe.
+    """Return the architecture of a stage's model, given by the recipe and any initial weights.
 
     Returns None if the stage has no model, or if its initial weights do not exist yet. If the weights have no model
     config, a message is added to `missing`.

@@ -43,7 +43,7 @@ def stage_record(stage: Stage) -> dict[str, Any]:
 
 
 def forbidden_fields(stage: Stage) -> dict[str, object]:
-    """Return the fields in a stage's key, flat and as JSON types; `model.*` are the fields of the resolved model."""
+    """Return the fields in a stage's key, flattened, as JSON types; `model.*` are fields of the resolved model."""
     fields = config.tagged(stage.config, "forbid")
     fields.pop("model", None)
     if stage.model:
@@ -56,7 +56,7 @@ def forbidden_fields(stage: Stage) -> dict[str, object]:
 
 
 def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
-    """Return the fields tagged "warn" that have changed since the stage's last start: field → description.
+    """Return the "warn" fields changed since the stage's last start: field → description.
 
     Data sets are compared by digest, or by path if an old record has no digest.
     """
@@ -112,7 +112,7 @@ def newest_attempt(folder: Path) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Return the machine type and the versions of Python and packages, all of which may affect results."""
+    """Return the machine type and the versions of Python and packages; all of them may affect results."""
     versions = {"python": sys.version.split()[0], "machine": platform.machine()}
     for package in RECORDED_PACKAGES:
         versions[package] = version(package)

@@ -1,4 +1,4 @@
-"""Fill in config values that another stage determines, such as `lr: "@finetune.grid/optim.lr"`.
+"""Fill in config values determined by another stage, such as `lr: "@finetune.grid/optim.lr"`.
 
 1. Until the other stage has finished, the config has a placeholder (`StageKind.placeholders`), and the field is
    pending. The stage's key contains the placeholder and the other stage's key, so the key never changes.
@@ -72,7 +72,7 @@ def source_of(campaign: Campaign, value: str) -> tuple[Stage, str]:
 
 
 def known_values(stage: Stage) -> dict[str, object]:
-    """Return the values in a stage's config that finished stages have determined."""
+    """Return the values in a stage's config that were determined by finished stages."""
     known = {}
     for field in stage.references:
         if field not in stage.pending:
@@ -81,7 +81,7 @@ def known_values(stage: Stage) -> dict[str, object]:
 
 
 def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) -> None:
-    """Raise DataError if a stage has already run with values that differ from the current values."""
+    """Raise DataError if a stage has already run with values other than the current ones."""
     path = campaign.directory(stage) / "stage.json"
     if not path.exists():
         return

@@ -5,11 +5,11 @@
 Checks of an unfinished stage:
 1. inputs from outside the campaign exist;
 2. no unfinished stage with the same name has a different config;
-3. a class id means the same class in all its data sets and, if it keeps the head of its initial weights, in these
-   (class_names.py);
+3. a class id means the same class in all its data sets and, if it keeps the head of its initial weights, in those
+   weights too (class_names.py);
 4. the stages that read its output accept it (`StageKind.check_parent`), for example a sweep's table;
 5. the checks of its kind pass (jobs/stages): config against cluster, data sets, and memory.
-Check of a finished stage: files that later stages read have the recorded digests.
+Check of a finished stage: the digests of files read by later stages match the recorded ones.
 
 Data from an earlier stage may not exist yet, so `run` validates each stage again right before it starts.
 """
@@ -26,7 +26,7 @@ from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.variables import recorded
 
-MOST_NAMED = 8  # missing inputs or changed keys listed in a message
+MAX_LISTED = 8  # missing inputs or changed keys listed in a message
 
 
 def validate(stage: Stage, available: Available, *, fresh: bool = False) -> list[CheckResult]:
@@ -79,7 +79,7 @@ def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[Check
 
 
 def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = False) -> list[CheckResult]:
-    """Return the results of all checks of these stages, and of the finished stages that they read."""
+    """Return the results of all checks of these stages and of the finished stages they read."""
     available = Available(campaign)
     names = set()
     for stage in stages:
@@ -128,7 +128,7 @@ def restarted_stages(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[Ch
         if not changes:
             continue
         reported.add(stage.source)
-        listed = few(list(changes.values()), MOST_NAMED, ", and {} more")
+        listed = few(list(changes.values()), MAX_LISTED, ", and {} more")
         text = f"{stage.name} starts from step 0, because its settings differ from {folders[0]} (kept): {listed}"
         if stage.kind.trains and stage.config.init is None:
             text += f"\n  to start from those weights instead of random ones, set {stage.source}.init={folders[0].path}"
@@ -136,7 +136,7 @@ def restarted_stages(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[Ch
 
 
 def refuse(results: Iterable[CheckResult]) -> None:
-    """Raise the first FAIL as an error; missing inputs take precedence and are combined into one error."""
+    """Raise an error for the first FAIL among check results; missing inputs come first, combined into one error."""
     failures = []
     missing = []
     for result in results:
@@ -146,9 +146,9 @@ def refuse(results: Iterable[CheckResult]) -> None:
                 missing.append(result)
     if len(missing) > 1:
         # The first message is on the first line, because status.json keeps only that line.
-        messages = [str(result.error()) for result in missing[:MOST_NAMED]]
-        if len(missing) > MOST_NAMED:
-            messages.append(f"… and {len(missing) - MOST_NAMED} more")
+        messages = [str(result.error()) for result in missing[:MAX_LISTED]]
+        if len(missing) > MAX_LISTED:
+            messages.append(f"… and {len(missing) - MAX_LISTED} more")
         raise DataError(f"{len(missing)} inputs are missing: " + "\n  ".join(messages))
     for failure in [*missing, *failures]:
         raise failure.error()

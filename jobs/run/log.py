@@ -3,7 +3,7 @@
 - `RunLog` prints the lines of the workers and of the driver, and writes them to log.txt.
 - `status_file` maintains status.json: whether the command is running, or how it ended. The exit code is not enough,
   because Ray Jobs reports only 0 or 1.
-- `log_table` logs the results of all stages, and `log_next` the commands to type next.
+- `log_table` logs the results of all stages, and `log_next` the commands to run next.
 """
 
 import json
@@ -31,11 +31,11 @@ from pipeline.monitoring.telemetry import append_whole
 from pipeline.values import counted, duration
 
 QUIET_S = 10.0  # after this long without output, log what the run is waiting for
-DRIVER_MARK = "[driver] "  # prefix of the driver's lines in a stage's log.txt; a worker's is "[worker 2] "
+DRIVER_PREFIX = "[driver] "  # prefix of the driver's lines in a stage's log.txt; a worker's is "[worker 2] "
 CLOCK = "%Y-%m-%d %H:%M:%S"
 STATUS_RESERVE_BYTES = 4096  # padding of status.json, so that the final message fits if the disk is full
-LONGEST_MESSAGE = 600  # characters of the message in status.json; JSON may need six bytes for each
-MOST_VALUES = 6  # values in a row of the table of results
+MAX_MESSAGE_LENGTH = 600  # characters of the message in status.json; JSON may need six bytes for each
+MAX_VALUES = 6  # values in a row of the table of results
 
 
 class RunLog(Watcher):
@@ -59,7 +59,7 @@ class RunLog(Watcher):
     def __call__(self, text: str) -> None:
         """Print a line from the driver, and write it to the logs of the run and of the running stage."""
         if self.stage_file is not None:
-            lines = "".join(f"{DRIVER_MARK}{line}\n" for line in text.splitlines())
+            lines = "".join(f"{DRIVER_PREFIX}{line}\n" for line in text.splitlines())
             # If the disk is full, the line is only shown in the terminal.
             append_whole(self.stage_file, lines.encode())
         self.keep(text)
@@ -92,7 +92,7 @@ class RunLog(Watcher):
         self.shown_bytes.setdefault(self.stage_file, size_of(self.stage_file))
 
     def status(self, message: StatusMessage) -> None:
-        """Show new log lines and the stage's progress; after QUIET_S without output, also what the stage awaits."""
+        """Show new log lines and the stage's progress; after QUIET_S without output, also what it waits for."""
         if message.state == "waiting":
             return
         self.show_new_lines(message)
@@ -126,7 +126,7 @@ class RunLog(Watcher):
         self.last_wait = (wait, message.attempt)
 
     def show_new_lines(self, message: StatusMessage) -> None:
-        """Show new lines of the stage's log.txt, and copy them to the run's log.txt."""
+        """Show new lines from the stage's log.txt, and copy them to the run's log.txt."""
         log = message.directory / "log.txt"
         shown = self.shown_bytes.get(log, 0)
         if size_of(log) <= shown:
@@ -139,7 +139,7 @@ class RunLog(Watcher):
         self.shown_bytes[log] = shown + len(whole)
         for line in whole.decode(errors="replace").splitlines():
             # The driver's own lines were shown when they were logged.
-            if not line.startswith(DRIVER_MARK):
+            if not line.startswith(DRIVER_PREFIX):
                 # The terminal shows only the stage's name, which is unique in a campaign; log.txt has its key too.
                 self.keep(f"[{message.directory.name}] {line}")
                 self.show(f"[{message.stage}] {line}")
@@ -162,8 +162,8 @@ class RunLog(Watcher):
 def status_file(run: Path, command: str, keep: Callable[[str], None], lease: Lease) -> Iterator[None]:
     """Maintain status.json: "running" during the block, then "done" or, after an error, its exit code and message.
 
-    `keep` writes to the run's log, which gets the command and how it ended. If another command has taken over the run,
-    status.json belongs to that command, and RunOwned is raised instead of any other error.
+    `keep` appends lines to the run's log: first the command, and at the end the result. If another command has taken
+    over the run, status.json belongs to that command, and RunOwned is raised instead of any other error.
     """
     write_status(run, None, "running", command)
     keep(f"{time.strftime(CLOCK)} started: {command}")
@@ -191,7 +191,7 @@ def write_status(run: Path, code: int | None, message: str, command: str) -> Non
     """
     record = {
         "exit_code": code,
-        "message": message[:LONGEST_MESSAGE],
+        "message": message[:MAX_MESSAGE_LENGTH],
         "command": command,
         "time": time.strftime(CLOCK),
     }
@@ -199,7 +199,7 @@ def write_status(run: Path, code: int | None, message: str, command: str) -> Non
 
 
 def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
-    """Log a table of the outcomes of all stages (`rows`): images seen, result and time."""
+    """Log a table with one row per stage: images seen, result and time."""
     width = max([12, *(len(row["stage"]) for row in rows)])
     log(f"{'stage':{width}} {'images seen':>12} {'result':44} {'time':>8}")
     for row in rows:
@@ -221,8 +221,8 @@ def result_parts(row: Mapping[str, Any]) -> list[str]:
     parts: list[str] = []
     if outcome.metrics:
         parts = [f"{name} {value:.1%}" for name, value in outcome.metrics.items()]
-        if len(parts) > MOST_VALUES:
-            parts[MOST_VALUES - 1 :] = [f"… {len(parts)} values in total"]
+        if len(parts) > MAX_VALUES:
+            parts[MAX_VALUES - 1 :] = [f"… {len(parts)} values in total"]
     elif outcome.diverged:
         parts = ["diverged"]
     elif outcome.summary:
@@ -238,7 +238,7 @@ def result_parts(row: Mapping[str, Any]) -> list[str]:
 
 
 def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
-    """Log the run's address and, if there are weights, example commands that use the weights of the last section.
+    """Log the run's path or URL and, if there are weights, example commands that use those of the last section.
 
     If the last section is a sweep, the commands name the weights with the best accuracy.
     """

@@ -28,7 +28,7 @@ from pipeline.monitoring.telemetry import TAIL_BYTES, Record, records_in, withou
 INCIDENT = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )", re.MULTILINE)
 CLOCK_LENGTH = len("2026-11-22 08:00:00")
 
-# "waiting": no attempt is running; the stage is waiting for places in the cluster or for its next attempt.
+# "waiting": no attempt is running; the stage is waiting for slots in the cluster or for its next attempt.
 StageState: TypeAlias = Literal["waiting", "working", "ended"]
 
 # ------------------------------------------------------------------------ the run
@@ -40,7 +40,7 @@ CommandState: TypeAlias = Literal["running", "done", "stopped", "killed", "unkno
 
 @dataclass(frozen=True)
 class LastCommand:
-    """The last command on a run, from status.json and, if that does not record how it ended, from its lease."""
+    """The last command on a run: read from status.json or, if that records no end, from the command's lease."""
 
     state: CommandState
     command: str = ""
@@ -85,7 +85,7 @@ def read_command(run: Path, storage: Storage, log: Callable[[str], None], period
 
 
 def stage_folders(path: Path) -> tuple[Path, list[Path]]:
-    """Return the run directory, and its stage folders in the order in which the stages were first started.
+    """Return the run directory, and its stage folders ordered by the stages' first start.
 
     If `path` is a stage's folder, the list has only that folder. The list is empty if there is no run.
     """
@@ -135,7 +135,7 @@ class IncidentEntry(NamedTuple):
 
 
 def read_incidents(folder: Path) -> list[IncidentEntry]:
-    """Read a stage's incidents.txt; the list is empty if there were no incidents."""
+    """Return the entries of a stage's incidents.txt; the list is empty if there were no incidents."""
     path = folder / "incidents.txt"
     if not path.exists():
         return []
@@ -180,7 +180,7 @@ class StatusMessage:
 
 
 class StageReader:
-    """Reads the status of a running stage from its folder; each call reads only what was added since the last call."""
+    """Reads the status of a running stage from its folder; each call reads only new content."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -223,7 +223,7 @@ class StageReader:
 
 
 def records_since(path: Path, offset: int, most_bytes: int = TAIL_BYTES) -> tuple[list[Record], int]:
-    """Return the records in at most `most_bytes` after `offset`, and the offset for the next call.
+    """Return the records in the `most_bytes` bytes after `offset`, and the offset for the next call.
 
     An incomplete last line is left for the next call. Lines without a valid record, for example a line cut by the
     offset, are skipped.

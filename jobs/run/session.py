@@ -1,12 +1,12 @@
-"""Run a campaign in one command: take the lease, handle signals, run the stages, and write status.json.
+"""Run a campaign in one command: acquire the lease, handle signals, run the stages, and write status.json.
 
 `run_campaign`, in order:
-1. take the run's lease (jobs/ownership.py): a second command on the run ends with exit code 73;
+1. acquire the run's lease (jobs/ownership.py); a second command on the run fails with exit code 73;
 2. for a run in an object store: download its small files, and upload them again as they change (jobs/run/sync.py);
 3. start the watchers, such as the report and the gauges (jobs/run/watchers.py), and write status.json: running;
 4. catch SIGTERM, SIGHUP and Ctrl-C: the first requests a commit and exit code 75, a second Ctrl-C exits at once;
-5. report early any errors that would end the run later: missing inputs from outside the campaign, unusable data sets,
-   changed files of finished stages;
+5. report problems that would end the run later: missing inputs from outside the campaign, unusable data sets, changed
+   files of finished stages;
 6. start or join the Ray cluster, or start the fork server, if an unfinished stage needs workers;
 7. run the stages in order; skip finished ones and log the reason;
 8. log a table of the stages' results and the commands to run next;
@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 from data.errors import ConfigError, Preempted
-from jobs.cluster.nodes import nodes_of, start_early
+from jobs.cluster.nodes import check_gpus, nodes_of, start_early
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster_config import ClusterConfig, cores
 from jobs.ownership import Lease
@@ -53,8 +53,8 @@ def run_campaign(
     """Run or resume a campaign, and log the table of results; return the rows of the table.
 
     `watchers` are objects, or strings "module:Class" for watchers to create. `fresh` restarts an unfinished stage whose
-    config has changed. `only` runs one stage or section, whose inputs must exist (`stages_of`). `quiet` writes to
-    log.txt but not to the terminal.
+    config has changed. `only` runs one stage or section, whose inputs must exist (`stages_of`). With `quiet`, lines are
+    written to log.txt but not to the terminal.
     """
     stages = stages_of(campaign, only)  # raises an error for an unknown name before anything is written
     log = RunLog(quiet, campaign.cluster.start_timeout_s, campaign.run / "log.txt")
@@ -64,7 +64,7 @@ def run_campaign(
     try:
         with (
             lease,  # 1, first: if another command owns the run, its status.json must not be written
-            synced(campaign.storage, lease, log) as put_files,  # 2
+            synced(campaign.storage, lease, log) as upload_files,  # 2
             watching.of_command(campaign, lease),  # 3 and 9
             status_file(campaign.run, typed_command(), log.keep, lease),
         ):
@@ -77,7 +77,7 @@ def run_campaign(
             unfinished = [stage for stage in stages if campaign.done(stage) is None]
             if any(stage.kind.needs_workers for stage in unfinished):
                 start_workers(campaign.cluster, log)  # 6, once for all stages
-            session = Session(campaign, log, lease, watching, stopper, put_files, fresh)
+            session = Session(campaign, log, lease, watching, stopper, upload_files, fresh)
             rows = []
             for stage in stages:
                 rows.append(session.run_or_skip(stage.name))  # 7
@@ -90,7 +90,7 @@ def run_campaign(
 
 
 def sweep(run: Path) -> None:
-    """Delete the temporary files left by killed drivers and workers in a run that this command owns.
+    """Delete temporary files left by killed drivers and workers; call this only while owning the run.
 
     Temporary files of the report and of leases are kept, because other commands may be writing them.
     """
@@ -106,6 +106,8 @@ def sweep(run: Path) -> None:
 
 def start_workers(cluster: ClusterConfig, log: RunLog) -> None:
     """Start or join the Ray cluster, or start the fork server if workers are plain processes."""
+    if cluster.backend == "processes":
+        check_gpus(cluster, cluster.least)  # before images are packed
     # Importing the training code takes a second, mostly for torch. Meanwhile the fork server, or the processes of an
     # embedded Ray cluster, start on another core.
     start_early(cluster)
@@ -132,12 +134,12 @@ class Session:
     lease: Lease
     watching: Watchers
     stopper: "Stopper"
-    put_files: Callable[[], None]  # uploads changed files to the run's store; raises RunOwned if the run is lost
+    upload_files: Callable[[], None]  # uploads changed files to the run's store; raises RunOwned if the run is lost
     fresh: bool  # restart an unfinished stage whose config has changed
 
     def run_or_skip(self, name: str) -> dict[str, Any]:
         """Run a stage unless it has finished; return the stage's row for the table of results."""
-        # Fill in values that earlier stages have determined.
+        # Fill in the values determined by earlier stages.
         self.campaign = with_values(self.campaign)
         stage = self.campaign.stage(name)
         outcome = self.campaign.done(stage)
@@ -151,20 +153,20 @@ class Session:
             show_progress=self.log.show_progress,
             poll=self.poll,
             stop_requested=self.stopper.is_stop_requested,
-            check_owned=self.put_files,  # it first checks that this command still owns the run
+            check_owned=self.upload_files,  # it first checks that this command still owns the run
         )
-        # Set before the check for a stop: otherwise a signal between the two would take effect only after the stage.
+        # Set before checking for a stop; otherwise, a signal between the two would take effect only after the stage.
         self.stopper.works_here = not stage.kind.needs_workers
         if self.stopper.is_stop_requested():
             raise Preempted(f"stopped before {name}; run the same command again to resume")
         with self.watching.of_stage(context):
             outcome = run_stage(context, fresh=self.fresh)
-        self.put_files()
+        self.upload_files()
         self.stopper.works_here = False
         return {"stage": name, "skipped": False, **outcome}
 
     def poll(self, attempt: int, step: int) -> None:
-        """Send the status of an attempt to the watchers; called about twice a second while its workers run.
+        """Send an attempt's status to the watchers; called about twice a second while the attempt's workers run.
 
         Raises RunOwned if another command has taken over the run while this process was suspended.
         """
@@ -192,7 +194,7 @@ class Session:
 class Stopper:
     """Handles SIGTERM, SIGHUP and SIGINT: the first requests a commit and exit code 75, a second SIGINT exits at once.
 
-    If another command has taken over the run, this one ends with RunOwned and without a commit.
+    If another command has taken over the run, this one raises RunOwned without a commit.
     """
 
     def __init__(self, log: Callable[[str], None], lease: Lease) -> None:

@@ -8,8 +8,8 @@
 4. run the stage (jobs/stages). If a run of a sweep diverges, the divergence is its outcome, which the sweep's table
    shows;
 5. write `provenance.json`: config, inputs with their digests, code, environment;
-6. write `done.json` last, with the sha256 of every file that other stages may read: from now on the stage is finished,
-   and the session (jobs/run/session.py) skips it.
+6. write `done.json` last, with the sha256 of every file that other stages may read: from then on, the stage counts as
+   finished, and the session (jobs/run/session.py) skips it.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     files = outcome.pop("files", {})
     write_provenance(context, inputs, outcome)
     # Digests of weights come from the worker that wrote them and read them back.
-    other_files = [name for name in artifacts.HANDED_ON if name not in files]
+    other_files = [name for name in artifacts.OUTPUT_FILES if name not in files]
     files = {**files, **artifacts.digests(directory, other_files)}
     finished = time.time()
     seconds = round(earlier_s + finished - began, 1)
@@ -116,7 +116,7 @@ def record_start(context: Context, began: float) -> None:
 
 
 def outcome_of_divergence(context: Context, error: StageFailed) -> dict[str, Any]:
-    """Return the outcome of a diverged run in a sweep; re-raise any other error."""
+    """Return the outcome of a sweep's diverged run; re-raise any other error."""
     stage = context.stage
     # The largest learning rate of a grid may diverge: the table shows this, and the other runs continue.
     if not stage.is_run or error.kind != Diverged.__name__:
@@ -146,7 +146,7 @@ def write_provenance(context: Context, inputs: Mapping[str, object], outcome: Ma
 
 
 def inputs_of(context: Context, available: Available) -> dict[str, dict[str, str | None]]:
-    """Return the path and digest of every input to a stage, before the stage runs.
+    """Return the path and digest of each input of a stage that is about to run.
 
     The digest of a data set is that of its index; `part_of` is the digest of the data set from which a subset was
     selected. The digest of weights is the sha256 recorded with them. Raises DataError if a record was altered.

@@ -1,11 +1,11 @@
-"""Synchronise the small files of a run in an object store with its local folder.
+"""Synchronise the small files of a run in an object store with the run's local folder.
 
 In the store, next to the checkpoints (data/bucket.py), under the run's URL:
     leases/, attempts/      the owner of the run (jobs/ownership.py); attempts/000000.json tests the store
     status.json, log.txt, <stage>/stage.json, <stage>/weights.safetensors …    as in a run directory
 The run's local folder has the same small files, and sync.json, which names the command that wrote them.
 
-Steps of a command that holds the run's lease (`synced`):
+A command that holds the run's lease takes these steps (`synced`):
 1. download the small files, unless the last owner used this local folder (`pull`);
 2. upload changed files every minute in a thread, and at the end of each stage and of the command. Before each file,
    check that this command still owns the run.
@@ -30,7 +30,7 @@ from pipeline.checkpoints.manifest import ATTEMPTS, attempt_folder
 
 SYNC_FILE = "sync.json"
 ATTEMPT_CLAIM = re.compile(rf"{ATTEMPTS}/\d+\.json")
-PUT_EVERY_S = 60.0  # interval at which the thread uploads changed files
+UPLOAD_EVERY_S = 60.0  # interval at which the thread uploads changed files
 NOT_SYNCED = ("checkpoints", ATTEMPTS, LEASES)  # folders handled by other modules
 
 Log = Callable[[str], None]
@@ -40,8 +40,8 @@ Log = Callable[[str], None]
 def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], None]]:
     """Synchronise a run's local folder with its object store during the block; yield a function that uploads changes.
 
-    The yielded function raises RunOwned if another command has taken over the run. For a run in a shared folder, it
-    uploads nothing and only checks the owner. Raises StorageError.
+    The yielded function raises RunOwned if another command has taken over the run. For a run in a shared folder, the
+    function only checks the owner and uploads nothing. Raises StorageError.
     """
     if storage.is_shared:
         yield lease.check
@@ -56,7 +56,7 @@ def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], No
     sync.note()
     # 2. In a thread, because uploading a large file takes minutes.
     has_ended = threading.Event()
-    thread = threading.Thread(target=sync.keep_putting, args=(has_ended,), name="sync", daemon=True)
+    thread = threading.Thread(target=sync.keep_uploading, args=(has_ended,), name="sync", daemon=True)
     thread.start()
     try:
         # Upload files that the last command in this folder could not upload: workers on other nodes may wait for them.
@@ -87,9 +87,9 @@ class Sync:
         # Token of the command that used this folder last; file name → size and mtime in ns when it was uploaded.
         self.previous_token, self.known = last_owner(store.local)
 
-    def keep_putting(self, has_ended: threading.Event) -> None:
-        """Upload changed files every PUT_EVERY_S, as long as this command owns the run."""
-        while not has_ended.wait(PUT_EVERY_S):
+    def keep_uploading(self, has_ended: threading.Event) -> None:
+        """Upload changed files every UPLOAD_EVERY_S seconds while this command owns the run."""
+        while not has_ended.wait(UPLOAD_EVERY_S):
             try:
                 self.put()
             except RunOwned:
@@ -98,7 +98,7 @@ class Sync:
                 self.log(f"could not upload all small files to {self.store.url}; retrying: {error}")
 
     def pull(self, has_files: bool) -> None:
-        """Download the run's small files; unless `has_files`, delete the content of the local folder first."""
+        """Download the run's small files; unless `has_files`, first delete the contents of the local folder."""
         if not has_files:
             self.known = {}
             for path in self.run.iterdir():
@@ -110,9 +110,9 @@ class Sync:
             self.known[name] = state_of(self.run / name)
 
     def put(self) -> None:
-        """Upload every changed small file; each done.json comes last, because it marks a finished stage.
+        """Upload all changed small files, the done.json files last, because they mark stages as finished.
 
-        Raises RunOwned if another command has taken over the run, StorageError.
+        Raises StorageError, and RunOwned if another command has taken over the run.
         """
         with self.lock:
             self.lease.check()
@@ -138,18 +138,18 @@ class Sync:
         write_atomically(self.run / SYNC_FILE, json.dumps({"token": self.lease.record["token"], "known": self.known}))
 
 
-def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> dict[str, int]:
-    """Download the wanted files of a run that the local folder does not have yet; return file name → size in bytes.
+def fetch_small_files(store: Bucket, is_selected: Callable[[str], bool]) -> dict[str, int]:
+    """Download the files selected by `is_selected` that are missing locally; return file name → size in bytes.
 
-    The folders of attempts are also created, because they are used to count the attempts. Raises StorageError, and
-    DataError for an attempt's claim that is not JSON or names a folder outside the run.
+    Also creates the attempts' folders, from which attempts are counted. Raises StorageError, and DataError if an
+    attempt's claim is invalid JSON or names a folder outside the run.
     """
     missing: dict[str, int] = {}
     claims: list[str] = []  # claim files of attempts
     for name, size in store.list().items():
         if ATTEMPT_CLAIM.fullmatch(name):
             claims.append(name)
-        if is_wanted(name) and not (store.local / name).exists():
+        if is_selected(name) and not (store.local / name).exists():
             missing[name] = size
 
     def fetch(name: str) -> None:
@@ -175,7 +175,7 @@ def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> dict[s
 
 
 def last_owner(run: Path) -> tuple[str, dict[str, list[int]]]:
-    """Return the token of the last command that used a local folder, and the files that this command had uploaded."""
+    """Return the token of the last command that used a local folder, and the files uploaded by that command."""
     # If sync.json is missing or damaged, all files are downloaded.
     with suppress(OSError, ValueError, KeyError):
         record = json.loads((run / SYNC_FILE).read_text())

@@ -1,5 +1,4 @@
-"""Watchers observe a run: for example the terminal, HTML report, gauges and trackers. A failing watcher never ends the
-run.
+"""Observe a run with watchers, which update the terminal, the HTML report, gauges, trackers and so on.
 
     class Killer(Watcher):
         def status(self, message: StatusMessage) -> None:
@@ -7,8 +6,7 @@ run.
 
     run_campaign(campaign, watchers=[Killer(), "jobs.extras.report.page_watcher:PageWatcher"])
 
-One command calls, in this order:
-1. `started`, after this command has taken the run's lease;
+Each command calls, in this order: 1. `started`, after the command has acquired the run's lease;
 2. for each stage, unless it is skipped: `stage`, then `status` about twice a second while its workers run. The
    first message of a stage has the state "waiting", and the last message the state "ended";
 3. `ended`, after status.json was written. It is not called if another command has taken over the run;
@@ -31,16 +29,16 @@ Log = Callable[[str], None]
 
 
 class Watcher:
-    """Base class of watchers; every method does nothing."""
+    """Base class for watchers; its methods do nothing."""
 
     def started(self, campaign: Campaign, lease: Lease, log: Log) -> None:
-        """Prepare to watch a run; called when this command has taken the lease."""
+        """Prepare to watch a run; called after the command has acquired the run's lease."""
 
     def stage(self, context: Context) -> None:
         """Prepare to watch a stage, which is about to start."""
 
     def status(self, message: StatusMessage) -> None:
-        """Show the stage's status. This is called from the driver's loop, so it must return at once."""
+        """Show the stage's status. The driver's loop calls this method, so it must return at once."""
 
     def ended(self) -> None:
         """Show how the command ended; the command still holds the run's lease."""
@@ -54,7 +52,7 @@ class Watchers:
 
     def __init__(self, watchers: Sequence[Watcher | str], log: Log) -> None:
         self.log = log
-        self.complaints: set[str] = set()  # exceptions that have been logged
+        self.logged_failures: set[str] = set()  # exceptions already logged
         self.reader: StageReader | None = None  # reader of the running stage
         self.watchers: list[Watcher] = []
         for watcher in watchers:
@@ -63,7 +61,7 @@ class Watchers:
 
     @contextmanager
     def of_command(self, campaign: Campaign, lease: Lease) -> Iterator[None]:
-        """Watch the command that runs in the block; call `ended` after its result was written to status.json."""
+        """Watch the command that runs in the block; call `ended` once status.json records the command's result."""
         for watcher in self.watchers:
             with self.failures_logged(watcher):
                 watcher.started(campaign, lease, self.log)
@@ -110,14 +108,14 @@ class Watchers:
 
     @contextmanager
     def failures_logged(self, watcher: Watcher | str) -> Iterator[None]:
-        """Log each distinct exception of a watcher once, and continue."""
+        """Log each distinct exception raised by a watcher once, and continue."""
         name = watcher if isinstance(watcher, str) else type(watcher).__name__
         try:
             yield
         except (Preempted, RunOwned):  # raised by a signal handler during the call (jobs/run/session.py)
             raise
         except Exception as error:
-            complaint = f"{name}: {type(error).__name__}: {one_line(str(error))}"
-            if complaint not in self.complaints:
-                self.complaints.add(complaint)
-                self.log(f"{complaint}; the run continues without this output")
+            failure = f"{name}: {type(error).__name__}: {one_line(str(error))}"
+            if failure not in self.logged_failures:
+                self.logged_failures.add(failure)
+                self.log(f"{failure}; the run continues without this output")

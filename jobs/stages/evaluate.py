@@ -132,7 +132,7 @@ class EvaluateConfig:
             )
 
     def metrics(self) -> Iterator[str]:
-        """Yield the names of the values in evaluation.json, like `document.entries_of`."""
+        """Yield the names of the values in evaluation.json, as `document.entries_of` names them."""
         for name in self.sets:
             for protocol in self.protocols:
                 values = [protocol]
@@ -153,7 +153,7 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class NamedRequest:
-    """An evaluation request, with the name of the data set in the recipe and the digests that identify the result."""
+    """An evaluation request, with the data set's name in the recipe and the digests that identify the result."""
 
     name: str  # name of the data set in the recipe
     request: "Request"
@@ -182,7 +182,7 @@ class Evaluate(StageKind):
     }
 
     def run(self, cfg: EvaluateConfig, context: Context) -> dict[str, object]:
-        """Compute the results that are not in an earlier evaluation of this run; write evaluation.json."""
+        """Compute the results missing from earlier evaluations in this run; write evaluation.json."""
         # Imported here, as in every stage, because checking a recipe does not need torch (1 s to import).
         from pipeline.evaluation.worker import WorkerConfig
 
@@ -209,14 +209,14 @@ class Evaluate(StageKind):
 
         # Reuse the results of earlier evaluations; the workers compute the others.
         results = earlier_results(context, weights_digest)
-        unanswered: list[NamedRequest] = []
+        missing: list[NamedRequest] = []
         for named in all_named:
             if named.digests in results:
                 source = results[named.digests]["from"]
                 context.log(f"{context.stage.name}: {named.request.protocol.name} on {named.name} reused from {source}")
             else:
-                unanswered.append(named)
-        if unanswered:
+                missing.append(named)
+        if missing:
             worker_config = WorkerConfig(
                 preprocess=preprocess,
                 max_labels=cfg.max_labels,
@@ -227,10 +227,10 @@ class Evaluate(StageKind):
                 model=cfg.model,
             )
             requests = []
-            for named in unanswered:
+            for named in missing:
                 requests.append(named.request)
             computed = evaluate_on_workers(worker_config, init, requests, context)
-            for named, result in zip(unanswered, computed, strict=True):
+            for named, result in zip(missing, computed, strict=True):
                 results[named.digests] = {**result, "code": code_version()}
 
         # Write the results with the names and in the order of the recipe.
@@ -257,13 +257,13 @@ class Evaluate(StageKind):
         return {"metrics": metrics}
 
     def model(self, cfg: EvaluateConfig, source_model: SourceModel) -> ModelConfig | None:
-        """Return the architecture of the weights, which may be another project's; None if the weights are missing."""
+        """Return the architecture of the weights, possibly from another project; None if the weights are missing."""
         if any_weights.is_foreign(cfg.init):
             return any_weights.load(cfg.init, cfg.model).config
         return source_model(cfg.init)
 
     def shared_classes(self, cfg: EvaluateConfig) -> list[SharedClasses]:
-        """Return groups that must agree on class ids: each test set with the head (if used) and its training set."""
+        """Return groups that must agree on class ids: a test set and the head (if used), a test and a training set."""
         shared = []
         for name, evaluated in cfg.sets.items():
             test = {f"sets.{name}.test": evaluated.test}
@@ -274,7 +274,7 @@ class Evaluate(StageKind):
         return shared
 
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
-        """Check that data sets are readable, and that data sets and protocols are compatible with the weights.
+        """Check that the data sets are readable, and that data sets and protocols are compatible with the weights.
 
         Class names are compared by jobs/recipe/class_names.py.
         """
@@ -371,7 +371,7 @@ def requests_of(cfg: EvaluateConfig, context: Context, preprocess: str, leaks: L
 
 
 def earlier_results(context: Context, weights_digest: str) -> dict[Digests, Entry]:
-    """Return results of earlier evaluations of these weights in this run; in each, "from" is the stage folder."""
+    """Return the results of this run's earlier evaluations of these weights; each result's "from" names its folder."""
     results: dict[Digests, Entry] = {}
     model = json.loads(json.dumps(models.to_dict(context.model)))
     for path in sorted(context.campaign.run.glob(f"*/{document.NAME}")):
@@ -400,7 +400,7 @@ def earlier_results(context: Context, weights_digest: str) -> dict[Digests, Entr
 def with_names(
     result: Entry, named: NamedRequest, leaks: LeaksFile | None, trained_on: list[dict[str, str | None]]
 ) -> Entry:
-    """Return a result with the current names and paths in the recipe, which do not affect the values.
+    """Return a result with the recipe's current names and paths, which do not affect the values.
 
     If leaks are given, the result also lists which training sets were searched for leaked samples and which were not.
     """
@@ -437,7 +437,7 @@ def with_names(
 
 
 def log_warnings(cfg: EvaluateConfig, context: Context, results: Iterable[Entry]) -> None:
-    """Log the number of unreadable samples of each data set, and missing class names."""
+    """Log the number of unreadable samples in each data set, and the data sets without class names."""
     # A data set has one result per protocol, but is logged only once.
     sets: dict[str, Entry] = {}
     for result in results:
@@ -446,7 +446,7 @@ def log_warnings(cfg: EvaluateConfig, context: Context, results: Iterable[Entry]
         unreadable = evaluated["samples"] - evaluated["judged"]
         if unreadable:
             context.log(
-                f"{name}: excluded {unreadable} unreadable samples of {evaluated['path']}; to list them, run "
+                f"{name}: excluded {unreadable} unreadable samples in {evaluated['path']}; to list them, run "
                 f"python -m jobs data check {shlex.quote(evaluated['path'])}"
             )
         nameless = []

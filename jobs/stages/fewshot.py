@@ -97,7 +97,7 @@ class FewShot(StageKind):
         return results
 
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
-        """Check that the probe's data sets are given and usable, and that images have the model's size."""
+        """Check that the probe's data sets are given and usable, and that their images have the model's input size."""
         cfg: FewShotStageConfig = stage.config
         # Checking one field is enough, because ProbeConfig requires both data sets or none.
         require(

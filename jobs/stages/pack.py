@@ -1,4 +1,4 @@
-"""The pack stage: pack images into WebDataset shards with an index, like `python -m jobs pack` in a recipe."""
+"""The pack stage: pack images into WebDataset shards with an index, as `python -m jobs pack` does without a recipe."""
 
 import shlex
 from collections import Counter
@@ -7,21 +7,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypedDict
+from typing import ClassVar, NotRequired, TypedDict
 
-from data.checks import at_least, check_name
+from data.checks import at_least, check_name, redacted
 from data.errors import DataError
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index
 from data.index.names import Names
 from data.index.shard import table_path
-from data.shards.indexing import build_index, problem_of
+from data.remote.cache import Cache
+from data.remote.config import CacheConfig
+from data.shards.indexing import build_index, pinned, problem_of
 from data.shards.packing import pack
-from data.shards.reader import MOST_LINES, unusable_shards
+from data.shards.reader import MAX_LINES, unusable_shards
 from data.shards.subset import Part, make_subsets, summary
 from data.sources.folders import files_of, folder_classes, images_below
 from data.sources.numbering import Numbering
 from data.walk import class_folders_in
+from jobs.progress import ProgressMeter
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.sets import (
     SetConfig,
@@ -34,7 +37,6 @@ from jobs.sets import (
     source_names,
     subset_rule,
 )
-from jobs.terminal import ProgressMeter
 from pipeline.artifacts import DONE, recorded_s
 from pipeline.config import Tags, require, tags
 from pipeline.values import counted
@@ -67,6 +69,7 @@ class PackedSet(TypedDict):
     samples: int
     shards: int
     digest: str  # digest of the index
+    source: NotRequired[str]  # URL of the files, at hf:// with the commit
 
 
 def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> dict[Path, str]:
@@ -115,6 +118,11 @@ class Pack(StageKind):
             sets[name] = replace(set_config, classes_of=context.campaign.path_of(set_config.classes_of))
             if set_config.source == "subset":
                 sets[name] = replace(set_config, path=context.campaign.path_of(set_config.path))
+            elif set_config.path is not None and "://" in set_config.path:
+                # The record in the stage's folder: all sets, also after a restart, are read at the same commit.
+                url = pinned(set_config.path, context.directory, Cache(CacheConfig()))
+                sets[name] = replace(sets[name], path=url)
+                context.log(f"{name}: from {redacted(url)}")
         numberings = numberings_of(sets, context.log)
         meter = partial(ProgressMeter, log=context.log, show=context.show_progress, every_s=10.0)
         packed: dict[str, PackedSet] = {}
@@ -146,7 +154,7 @@ class Pack(StageKind):
             elif set_config.source == "shards":
                 assert set_config.path is not None, "SetConfig refuses shards without a path"
                 tars: str | list[str] = set_config.path
-                if not Path(set_config.path).is_dir():
+                if "://" not in set_config.path and not Path(set_config.path).is_dir():
                     tars = list(map(str, files_of(set_config.path, "*.tar")))
                 index = build_index(
                     tars,
@@ -157,6 +165,7 @@ class Pack(StageKind):
                     unlabelled=set_config.unlabelled,
                     workers=cfg.workers,
                     report=meter(f"shards of {name}").of,
+                    keep=True,
                 )
                 names_of_tars = names_of_tars or index.names
                 report_set(name, index, context)
@@ -165,7 +174,7 @@ class Pack(StageKind):
                     raise DataError(f"{set_config.path} is unusable: {problem}")
             else:
                 check_apart(set_config, folder)
-                # `pack` skips shards that are already complete, so that the stage resumes.
+                # `pack` skips complete shards, so that the stage resumes.
                 index = pack(
                     samples_of(set_config, numbering),
                     folder,
@@ -181,6 +190,8 @@ class Pack(StageKind):
                 samples_seen += index.samples
                 report_set(name, index, context)
             packed[name] = {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
+            if set_config.path is not None and "://" in set_config.path:
+                packed[name]["source"] = redacted(set_config.path)
         return {"sets": packed, "samples_seen": samples_seen}
 
     def is_input(self, cfg: PackConfig, field_name: str) -> bool:
@@ -189,7 +200,7 @@ class Pack(StageKind):
         return key != "path" or cfg.sets[name].source == "subset"
 
     def sets(self, cfg: PackConfig) -> Collection[str]:
-        """Return the names of the data sets."""
+        """Return the names of the data sets that the stage packs."""
         return cfg.sets
 
     def set_classes(self, cfg: PackConfig, name: str) -> int | str | None:
@@ -215,7 +226,7 @@ class Pack(StageKind):
             return None
 
     def missing(self, cfg: PackConfig) -> Iterator[str]:
-        """Yield a message for each source path that does not exist, and for each folder without class folders."""
+        """Yield a message for each missing source path, and for each folder without class folders."""
         for name, set_config in cfg.sets.items():
             for key, message in missing_paths(set_config).items():
                 yield f"sets.{name}.{key}: {message}"
@@ -247,10 +258,10 @@ class Pack(StageKind):
         if problems:
             # A lost disk can mean thousands of shards: list a few and count the rest.
             lines = [f"{len(problems)} files packed by {folder.name} are missing or damaged:"]
-            for path in list(problems)[:MOST_LINES]:
+            for path in list(problems)[:MAX_LINES]:
                 lines.append(f"  {path}: {problems[path]}")
-            if len(problems) > MOST_LINES:
-                lines.append(f"  … and {len(problems) - MOST_LINES} more")
+            if len(problems) > MAX_LINES:
+                lines.append(f"  … and {len(problems) - MAX_LINES} more")
             # A damaged index would also prevent packing again, so the command removes it.
             unreadable = []
             for path, problem in problems.items():
@@ -265,7 +276,7 @@ class Pack(StageKind):
         for name, set_config in stage.config.sets.items():
             if set_config.source != "folder" or set_config.keep:
                 continue
-            # A packed data set does not depend on its source any more, so an unreadable source is not an error.
+            # A packed data set no longer depends on its source, so an unreadable source is not an error.
             with suppress(OSError):
                 images = images_if_newer(Path(set_config.path), packed_at, set_config.unlabelled)
                 before = packed[name]["samples"]  # includes images that cannot be decoded
@@ -289,7 +300,7 @@ def report_set(name: str, index: Index, context: Context) -> None:
 
 
 def images_if_newer(root: Path, moment: float, unlabelled: bool) -> int | None:
-    """Return the number of images in a folder; None if the folder has not changed since `moment` (Unix time, s)."""
+    """Count the images in a folder; return None if the folder has not changed since `moment` (Unix time, s)."""
     # Compare modification times of folders first, because listing a million images would be slow.
     folders = [root]
     if root.is_dir():

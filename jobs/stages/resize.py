@@ -32,7 +32,7 @@ class Resize(StageKind):
     needs_workers = False
 
     def run(self, cfg: ResizeConfig, context: Context) -> dict[str, object]:
-        """Write the weights for the new size, and list kept, resized, new and dropped tensors in report.txt."""
+        """Write the weights for the new size; list unchanged, resized, new and dropped tensors in report.txt."""
         folder = context.campaign.path_of(cfg.init)
         artifacts.check_weights(Path(folder), context.log)
         weights, source = artifacts.load_weights(Path(folder))

@@ -1,4 +1,4 @@
-"""The stages pretrain and finetune: their checks, and the tasks for their workers.
+"""The stages pretrain and finetune: their checks, and the tasks sent to their workers.
 
 1. `checks` checks a stage against the cluster and data, so that a stage that cannot finish does not start.
 2. The supervisor runs attempts; `make_training_task` writes the task for each attempt's workers.
@@ -61,7 +61,7 @@ class Companion(Protocol):
 
 
 class TrainingExtra:
-    """Base class for extras of training stages; by default, each method does nothing."""
+    """Base class for extras of training stages; its methods do nothing by default."""
 
     config: type[TrainConfig] | None = None  # subclass of TrainConfig with additional keys
     inputs: ClassVar[Mapping[str, Reads]] = {}  # additional inputs, as in StageKind
@@ -78,7 +78,7 @@ class TrainingExtra:
         return {}
 
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
-        """Check a stage before it runs: raise an exception for an error, and yield all other results."""
+        """Check a stage before it runs: raise the first error, and yield warnings and other results."""
         return ()
 
     def before(self, cfg: TrainConfig, context: Context) -> None:
@@ -94,7 +94,7 @@ class TrainingExtra:
     def repeat_evaluation(
         self, campaign: Campaign, stage: Stage, changed: Collection[str]
     ) -> tuple[Collection[str], list[str]]:
-        """Return evaluation settings, and the commands that evaluate a finished stage with them (`StageKind`)."""
+        """Return evaluation settings, and commands to re-evaluate a finished stage if these settings have changed."""
         return (), []
 
 
@@ -169,7 +169,7 @@ class Training(StageKind):
     def repeat_evaluation(
         self, campaign: Campaign, stage: Stage, changed: Collection[str]
     ) -> tuple[Collection[str], list[str]]:
-        """Return the evaluation settings and commands of the extras."""
+        """Return the evaluation settings, and the re-evaluation commands, reported by the extras."""
         fields: list[str] = []
         commands: list[str] = []
         for extra in self.extras:
@@ -188,7 +188,7 @@ class Training(StageKind):
         return trained_model(cfg, source)
 
     def keeps_head(self, cfg: TrainConfig, source: ModelConfig | None, model: ModelConfig | None) -> bool:
-        """Return whether training keeps the head of its initial weights, so that class ids must match theirs."""
+        """Return whether training keeps the head of its initial weights, in which case their class ids must match."""
         # If the weights are missing, their head is unknown, but the stage is validated again before it runs.
         if cfg.objective == "masked" or source is None or model is None:
             return False
@@ -211,7 +211,7 @@ class Training(StageKind):
         return [SharedClasses(sets, with_head=cfg.init is not None, trained=trained), probe_sets]
 
     def metrics(self, cfg: TrainConfig) -> Iterator[str]:
-        """Yield the names of the stage's final metrics."""
+        """Yield the names of the metrics that the finished stage reports."""
         if cfg.data.evaluate is not None:
             yield "accuracy"
         yield from metrics_of_probe(cfg.probe)
@@ -316,7 +316,7 @@ class Training(StageKind):
 def accompany(
     companions: Sequence[Companion], task: Task, attempt_folder: Path, cluster: ClusterConfig
 ) -> Iterator[None]:
-    """Run the services of extras, such as asynchronous evaluation on a spare worker, during an attempt."""
+    """Run the extras' services, such as asynchronous evaluation on a spare worker, during an attempt."""
     with ExitStack() as stack:
         for companion in companions:
             stack.enter_context(companion.during_attempt(task, attempt_folder, cluster))
@@ -373,7 +373,7 @@ def make_training_task(
     # Send only the recipe keys of hooks that the workers load; they do not know others.
     values = plain_values(cfg, [hook.Config for hook in load_classes(hooks)])
     fields = dataclasses.asdict(job)
-    # The run's folders stay as they are: they are where the record is.
+    # Do not replace environment variables in the paths of the run's folders, which contain this record.
     inputs = {name: value for name, value in fields.items() if name not in ("run", "directory", "remote")}
     record = {"config": variables.recorded(values), "job": fields | variables.recorded(inputs), "hooks": hooks}
     artifacts.write_record(context.directory / artifacts.TASK, record)
@@ -384,7 +384,7 @@ def make_training_task(
 
 
 def allowed_worlds(cfg: TrainConfig, cluster: ClusterConfig) -> tuple[int, ...]:
-    """Return the world sizes with which a stage can train, largest first.
+    """Return the numbers of workers with which a stage can train, largest first.
 
         batch_size 16, micro_batch 4, cluster.workers {least: 1, most: 8}  →  (4, 2, 1)
 
@@ -504,7 +504,7 @@ def check_evaluated(sets: Mapping[str, tuple[str | None, str | None]], available
 
 
 def planned_steps(cfg: TrainConfig, available: Available) -> int | None:
-    """Return the number of steps of a stage; None if its length is given in passes over data of unknown size."""
+    """Return a stage's number of steps; None if its length is given in passes over data of unknown size."""
     samples = cfg.data.samples
     sets = available.made(cfg.data.sets().values())
     if len(sets) == len(cfg.data.sets()):

@@ -24,7 +24,7 @@ from models.vit import Attention, Block, ViT, ViTConfig, position_table
 
 
 def vit_of(model: nn.Module) -> ViT:
-    """Return the ViT, which may be inside a model for masked prediction; raise ValueError if there is none."""
+    """Return the model if it is a ViT, or the ViT inside a masked-prediction model; otherwise raise ValueError."""
     vit = getattr(model, "vit", model)
     if not isinstance(vit, ViT):
         raise ValueError(f"expected a Vision Transformer, found a {type(model).__name__}")
@@ -35,7 +35,7 @@ def vit_of(model: nn.Module) -> ViT:
 def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
     """Return each block's softmax weights (B, H, query, key) in float32; the model must be in eval mode.
 
-    They are recomputed from the inputs of each attention layer, because fused kernels never materialise them.
+    The weights are recomputed from the inputs of each attention layer, because fused kernels never materialise them.
     """
     vit = vit_of(model)
     if vit.block is not Block:
@@ -88,10 +88,11 @@ def rollout(weights: Sequence[Tensor], identity: bool = True) -> Tensor:
 def attention_map(weights: Sequence[Tensor], config: ViTConfig) -> Tensor:
     """Return each patch's contribution to the pooled token by rollout (figure 6): (B, rows, columns), maximum 1."""
     mixed = rollout(weights)
-    # The head reads the class token, or without one the mean over the patches.
+    # The head reads the class token, or without one the mean over the patches, in some models with the registers.
     pooled = mixed[:, 0]
     if config.pool != "token":
-        pooled = mixed[:, config.prefix_tokens :].mean(1)
+        first = 0 if config.pool_prefix else config.prefix_tokens
+        pooled = mixed[:, first:].mean(1)
     patches = pooled[:, config.prefix_tokens :]
     return (patches / patches.amax(1, keepdim=True)).unflatten(1, config.grid)
 
@@ -118,14 +119,15 @@ def attention_distance(weights: Sequence[Tensor], config: ViTConfig, renormalise
 
 
 def position_similarity(model: nn.Module) -> Tensor:
-    """Return the cosine similarity of all pairs of positions (figure 7, centre), as (rows, columns, rows, columns).
+    """Return the cosine similarity of all pairs of position embeddings (figure 7, centre).
 
-    If every layer has a position table, the first table is used. Raises ValueError if no table is added to the patches.
+    The shape is (rows, columns, rows, columns). If every layer has a position table, the first table is used. Raises
+    ValueError if no table is added to the patches.
     """
     vit = vit_of(model)
     config = vit.config
     if config.positions not in positions.ADDED:
-        raise ValueError(f"expected a position table that is added to the patches, found positions {config.positions}")
+        raise ValueError(f"expected a position table added to the patches, found positions {config.positions}")
     table = position_table(vit.state_dict(), config)[0, config.position_slots :].double()
     unit = F.normalize(table, dim=-1)
     return (unit @ unit.T).reshape(*config.grid, *config.grid)

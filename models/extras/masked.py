@@ -88,7 +88,7 @@ class MaskedViT(nn.Module):
         self.vit.recomputed_blocks = blocks
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the features of uncorrupted images, as the ViT of a classifier does."""
+        """Return the features of uncorrupted images, as a classifier's ViT does."""
         return self.vit.features(images)
 
     def forward(self, images: Tensor, generator: Generator | None = None) -> tuple[Tensor, Tensor]:

@@ -131,8 +131,8 @@ def load(path: str | Path, **config: object) -> Model:
     """Load a model in eval mode and float32 from any supported file or directory.
 
     The architecture is inferred from the keys and shapes, and from a config file next to the weights; `config` sets
-    fields that these do not determine. Raises ValueError listing every key that is missing, unknown or has the wrong
-    shape, or every tensor that contains NaN or infinity.
+    fields that these do not determine. Raises ValueError listing every missing, unknown or wrongly shaped key, or every
+    tensor with NaN or infinity.
     """
     file = Path(path)
     directory = file if file.is_dir() else file.parent
@@ -158,8 +158,8 @@ def save(
 
     format: safetensors (our directory); npz or pth (the file formats of vit_jax, and of DINOv2 or DINOv3, which store
     no class names or preprocessing); timm or hf (directories for these libraries). Without `preprocessing`, timm and hf
-    record the default of evaluation: squash the image to the model's size. `loss` is the loss that trained the head,
-    sigmoid or softmax; hf stores it as `problem_type`. `form` (`form_of`) is the form in which the weights were
+    record the default of evaluation: squash the image to the model's size. `loss` is the head's training loss, sigmoid
+    or softmax; hf stores it as `problem_type`. `form` (from `form_of`) is the architecture from which the weights were
     imported; timm and hf use it if possible.
     """
     path = Path(path)

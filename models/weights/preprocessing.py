@@ -135,7 +135,7 @@ class Preprocessing:
         mean: Iterable[float],
         std: Iterable[float],
     ) -> Preprocessing:
-        """Return a resize by one of Pillow's filters, the op `crop` to `size`, and a normalisation."""
+        """Return a preprocessing of a resize with a Pillow filter, the op `crop` to `size`, and a normalisation."""
         ops = pillow_ops(resize, interpolation, size, crop)
         return cls(ops, size, resize, named_filter(interpolation), tuple(mean), tuple(std))
 

@@ -29,8 +29,8 @@ ATTEMPTS = "attempts"  # folder of the run with one file per claimed attempt
 # These errors mean that the file itself is bad. Any other error is a failure of the storage, not of a checkpoint.
 UNREADABLE = {errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR}
 # A reader of a small range reads up to two chunks too many; each digest takes 16 characters of the manifest.
-LEAST_CHUNK = 1 << 18  # minimum size of a chunk in bytes
-MOST_CHUNKS = 1 << 12  # maximum number of chunks in a file
+MIN_CHUNK_BYTES = 1 << 18  # minimum size of a chunk in bytes
+MAX_CHUNKS = 1 << 12  # maximum number of chunks in a file
 DIGEST_LENGTH = 16  # hexadecimal digits of a chunk's digest
 
 
@@ -140,7 +140,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
-    """Like `read_manifest`, for a checkpoint given by its name in a storage; also raises StorageError."""
+    """Read and check a checkpoint's manifest in a run's storage, like `read_manifest`; also raises StorageError."""
     path = f"{storage.address(checkpoint)}/{MANIFEST}"
     try:
         content = storage.read(f"{checkpoint}/{MANIFEST}")
@@ -220,8 +220,8 @@ def digest(content: memoryview) -> ChunkedRecord:
 
 def chunk_bytes_of(size: int) -> int:
     """Return the chunk size for a file of this size: a power of two."""
-    chunk_bytes = LEAST_CHUNK
-    while chunk_bytes * MOST_CHUNKS < size:
+    chunk_bytes = MIN_CHUNK_BYTES
+    while chunk_bytes * MAX_CHUNKS < size:
         chunk_bytes *= 2
     return chunk_bytes
 

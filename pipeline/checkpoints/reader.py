@@ -43,7 +43,7 @@ from pipeline.checkpoints.manifest import (
     unreadable,
 )
 
-MOST_OPEN = 256  # open files of a Reader; on most systems a process may open 1,024 files
+MAX_OPEN = 256  # open files of a Reader; on most systems a process may open 1,024 files
 FLOAT_BYTES = 4
 LENGTH_BYTES = 8  # at the start of a safetensors file: length of its JSON (https://huggingface.co/docs/safetensors)
 
@@ -143,7 +143,7 @@ class FragmentFile:
             position = stop
 
     def read_chunk(self, number: int, target: memoryview) -> None:
-        """Read one chunk and verify its digest. Raises DamagedCheckpoint if it differs."""
+        """Read one chunk and verify its digest. Raises DamagedCheckpoint if the digest differs."""
         begin = number * self.chunk_bytes
         try:
             if self.handle is None:
@@ -186,7 +186,7 @@ class Reader:
     """Random access to the parameters in a checkpoint, independent of the world size and ZeRO stage that wrote it."""
 
     def __init__(self, checkpoint: Path, files: Mapping[str, ChunkedRecord], share: float | None = None) -> None:
-        """Open all files in a manifest; or, with a `share`, open files only as they are needed.
+        """Open all files in a manifest or, if `share` is given, open files only when they are needed.
 
         `share`, from 0 to 1, is the expected position of the wanted fragments among the files: near 0 for the first
         worker, near 1 for the last. The nearest files are opened first, so a worker opens a single file if the world
@@ -197,7 +197,7 @@ class Reader:
         self.checkpoint = checkpoint
         self.records = files
         self.opened: dict[str, FragmentFile] = {}
-        self.with_handle: list[FragmentFile] = []  # files with an open descriptor, at most MOST_OPEN
+        self.with_handle: list[FragmentFile] = []  # files with an open descriptor, at most MAX_OPEN
         self.pieces: dict[tuple[str, str], list[Piece]] = {}  # (parameter name, kind) → its pieces
         by_rank = sorted(files)
         if share is None:
@@ -227,7 +227,7 @@ class Reader:
         return sum(fragments.hashed_bytes for fragments in self.opened.values())
 
     def __call__(self, name: str, kind: str, start: int, count: int) -> Tensor:
-        """Return elements [start, start + count) of one parameter's master weight or moment, flat fp32.
+        """Return elements [start, start + count) of one parameter's master weight or moment, as flat fp32.
 
         Raises CheckpointError if the checkpoint lacks the parameter or a part of the range, DamagedCheckpoint if the
         bytes differ from the committed bytes.
@@ -261,15 +261,15 @@ class Reader:
 
     def make_room(self) -> None:
         """Close all open files if another would exceed the limit on open files: a checkpoint has a file per worker."""
-        if len(self.with_handle) >= MOST_OPEN:
+        if len(self.with_handle) >= MAX_OPEN:
             for fragments in self.with_handle:
                 fragments.close()
             self.with_handle.clear()
 
     def weights(self, shapes: Mapping[str, torch.Size], kind: str = "master") -> dict[str, Tensor]:
-        """Return {name: complete fp32 parameter} (or their "average"): the weights that the next stage starts from.
+        """Return {name: complete fp32 parameter}: the master weights, or the averaged weights if `kind` is "average".
 
-        All files must be open. Raises the same errors as `__call__`.
+        The next stage starts from these weights. All files must be open. Raises the same errors as `__call__`.
         """
         flats: dict[str, Tensor] = {}
         pieces_of_file: dict[str, list[tuple[str, Piece]]] = {}  # file → [(parameter, piece)]
@@ -292,12 +292,12 @@ def check_complete(count: int, expected: int, name: str, kind: str) -> None:
     # Missing elements would leave uninitialised memory in the weights, without an error.
     if count != expected:
         raise CheckpointError(
-            f"the checkpoint holds {count} of {expected} elements of {name} ({kind}); it belongs to another model"
+            f"the checkpoint contains {count} of {expected} elements of {name} ({kind}); it belongs to another model"
         )
 
 
 def export(folder: Path, model_config: ModelConfig) -> dict[str, Tensor]:
-    """Return the complete fp32 weights of a committed checkpoint; the averaged weights if it has them."""
+    """Return a committed checkpoint's complete fp32 weights, or its averaged weights if it has any."""
     manifest = read_manifest(folder)
     # Only the shapes are needed; on the meta device the model takes no memory.
     with torch.device("meta"):

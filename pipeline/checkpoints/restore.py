@@ -3,8 +3,8 @@
 `choose_together` agrees on the newest checkpoint and makes its files readable on every node; `load_together` loads it,
 or an older checkpoint if it is damaged, into the engines. Both are collective.
 
-In:  step-0000001200 of two workers, with a flipped bit in rank-00001.safetensors; step-0000001100
-Out: bad-0000001200-000007, and engines that hold step 1100, on any number of workers
+In:  step-0000001200, written by two workers, with a flipped bit in rank-00001.safetensors; step-0000001100
+Out: bad-0000001200-000007, and engines with the state of step 1100, on any number of workers
 """
 
 import os
@@ -141,7 +141,7 @@ class Reading:
         self.failure: CheckpointError | None = None
 
     def __call__(self, name: str, kind: str, start: int, count: int) -> Tensor:
-        """Return elements [start, start + count) of one parameter's master weight or moment, flat fp32."""
+        """Return elements [start, start + count) of one parameter's master weight or moment, as flat fp32."""
         if self.failure is None:
             try:
                 if self.reader is None:

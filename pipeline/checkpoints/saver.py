@@ -10,7 +10,7 @@ A save consists of these steps:
 4. `Saver.finish`: the workers exchange sizes and digests, and rank 0 commits: it checks that its attempt still owns the
    run and that it sees every worker's file, writes the manifest, fsyncs, renames the folder and fsyncs its parent.
 5. Rank 0 reports the checkpoint, and deletes old checkpoints in a thread during training. If the disk has no room for
-   another checkpoint before that deletion, the other workers are told of the commit only after it.
+   another checkpoint before that deletion, the other workers learn of the commit only after it.
 
 In:  checkpoints/.tmp-0000001200-000007/rank-00000.safetensors …
 Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (reader.py reads them)
@@ -44,7 +44,7 @@ from data.files import DISK_BLOCK, error_text, free_bytes, make_folder, size_tex
 from data.storage import Folder
 from models import ModelConfig
 from pipeline.checkpoints.manifest import Manifest, digest, newest_attempt, step_of
-from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, Chosen, Decision, StageCheckpoints, WrittenFile
+from pipeline.checkpoints.stage_checkpoints import MIN_KEPT, Chosen, Decision, StageCheckpoints, WrittenFile
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import STATE
@@ -106,7 +106,7 @@ class Saver:
         return self.thread is not None and not self.thread.is_alive()
 
     def is_due(self, step: int, *, is_evaluated: bool, is_finite: bool) -> bool:
-        """Return whether to save this step; `is_finite` is whether the step's gradient was finite."""
+        """Return whether to save this step; `is_finite` tells whether the step's gradient was finite."""
         is_planned = step % self.saving.save_every == 0 or (is_evaluated and self.saves_evaluated)
         # Do not commit while steps are non-finite: the run would count that commit as progress and never roll back
         # past it.
@@ -115,8 +115,8 @@ class Saver:
     def ensure_committed(self, step: int, begin: Callable[[], None], *, retries: bool = False) -> bool:
         """Collective: commit this step unless it is already committed; return whether it is committed now.
 
-        `begin` starts a save of this step. It is called if no save of this step has been tried, and with `retries`
-        until a save succeeds. Raises the same errors as `finish`.
+        `begin` starts a save of this step. It is called if no save of this step has been attempted; with `retries`, it
+        is called again after each failed save. Raises the same errors as `finish`.
         """
         was_tried = self.in_flight and self.manifest.step == step
         self.finish(step)
@@ -389,7 +389,7 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
     At peak usage, the disk holds one checkpoint more than `keep`, because the oldest is deleted only after the newest
     is complete. Leftover files that the next start deletes before its first save count as free space.
     """
-    most_kept = max(cfg.keep, LEAST_KEPT) if checkpoints.storage.keeps_sets_locally else 1
+    most_kept = max(cfg.keep, MIN_KEPT) if checkpoints.storage.keeps_sets_locally else 1
     # Only on this disk: checkpoints in an object store need no room here.
     most_kept += cfg.exempt_checkpoints
     existing = Folder(checkpoints.local).published("")

@@ -42,7 +42,7 @@ from pipeline.checkpoints.manifest import (
     step_of,
 )
 
-LEAST_KEPT = 2  # because the newest may turn out to be damaged when it is read
+MIN_KEPT = 2  # because the newest may turn out to be damaged when it is read
 SOON_S = 1.0  # a longer wait is logged
 
 Log = Callable[[str], None]
@@ -114,7 +114,7 @@ class StageCheckpoints:
     def fetch(self, name: str) -> Path:
         """Return a folder on this node that contains a checkpoint's files, downloaded and verified if necessary.
 
-        Raises CheckpointError if the checkpoint is damaged in the storage; StorageError, OSError.
+        Raises CheckpointError if the checkpoint is damaged in the storage. Also raises StorageError and OSError.
         """
         from pipeline.checkpoints.reader import verify  # imported here, because recipes are checked without torch
 
@@ -124,7 +124,7 @@ class StageCheckpoints:
         """Verify every byte of a checkpoint in the storage, and return a folder with its files. Raises like `fetch`."""
         from pipeline.checkpoints.reader import verify
 
-        return self.storage.fetch_set(self.folder, name, verify, anew=True)
+        return self.storage.fetch_set(self.folder, name, verify, recheck=True)
 
     # ------------------------------------------------------------------------ committing
 
@@ -156,7 +156,7 @@ class StageCheckpoints:
             #    it must not write anything.
             newest = newest_attempt(self.storage)
             if newest > manifest.attempt:
-                newer_owner = f"attempt {newest} owns {self.storage.address()} now"
+                newer_owner = f"attempt {newest} now owns {self.storage.address()}"
             else:
                 # 3. Rank 0 sees all files with their sizes: the next start must find all of them in this place.
                 check_seen(self.storage, self.staged_name(manifest), results, log)
@@ -167,11 +167,11 @@ class StageCheckpoints:
                     return Decision(manifest)
                 newer_owner = "a newer attempt has replaced it"
             failure = (
-                f"step {manifest.step} is not committed: {newer_owner}, this is attempt {manifest.attempt}\n"
+                f"step {manifest.step} is not committed: {newer_owner}; this process is attempt {manifest.attempt}\n"
                 "  the newer attempt's files are unchanged; this process should exit"
             )
         except StorageError as error:
-            # Nothing is deleted: the commit may have succeeded and only the answer was lost.
+            # Nothing is deleted: the commit may have succeeded and only the response was lost.
             return Decision(None, str(error))
         except OSError as error:
             # The message is composed before the save's disk space is freed.
@@ -191,7 +191,7 @@ class StageCheckpoints:
         """
         removed = []
         leftovers = []
-        for name in self.committed()[max(keep, LEAST_KEPT) :]:
+        for name in self.committed()[max(keep, MIN_KEPT) :]:
             step = step_of(Path(name))
             is_milestone = keep_every > 0 and step % keep_every == 0
             if is_milestone or step in needed:
@@ -201,7 +201,7 @@ class StageCheckpoints:
                 leftovers.append(str(leftover))
             removed.append(name)
         if leftovers:
-            raise OSError(f"could not delete all of {', '.join(leftovers)}; the next start tries again")
+            raise OSError(f"could not delete all of {', '.join(leftovers)}; the next start will try again")
         return removed
 
     def adopt(self, source: Path, key: str | None = None) -> None:
@@ -224,7 +224,7 @@ class StageCheckpoints:
     # ------------------------------------------------------------------------ starting
 
     def choose(self, attempt: int, log: Log) -> tuple[str, Manifest] | None:
-        """Return the newest checkpoint that has all its files, and quarantine damaged ones; rank 0 only.
+        """Return the newest complete checkpoint, and quarantine damaged ones; rank 0 only.
 
         Returns None if no checkpoint was ever committed. Leftover files of uncommitted saves are deleted first, so that
         they can no longer be committed. Raises RunOwned if a newer attempt owns the run. Raises CheckpointError if a
@@ -234,7 +234,7 @@ class StageCheckpoints:
         newest = newest_attempt(self.storage)
         if newest > attempt:
             raise RunOwned(
-                f"attempt {newest} owns {self.storage.address()} now, this is attempt {attempt}\n"
+                f"attempt {newest} now owns {self.storage.address()}; this process is attempt {attempt}\n"
                 "  the newer attempt's files are unchanged; this process should exit"
             )
         self.storage.sweep(self.folder, attempt)

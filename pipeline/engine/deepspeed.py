@@ -61,7 +61,7 @@ NAMES: dict[str, str] = {
 
 
 def check_names(owner: object, of: str) -> None:
-    """Raise ConfigError if the object lacks a name in NAMES[of], because this DeepSpeed version is then unsupported."""
+    """Raise ConfigError if the object lacks a name in NAMES[of]: this DeepSpeed version is not supported."""
     missing = [name for name in NAMES[of].split() if not has_name(owner, name)]
     if missing:
         version = import_module("deepspeed").__version__
@@ -141,8 +141,8 @@ def check_zero_section(section: Mapping[str, Any]) -> None:
 def one_optimizer_class() -> Iterator[None]:
     """Make DeepSpeed use the same optimizer class at ZeRO 1 as at ZeRO 2, for engines created in the `with` block.
 
-    If bf16 gradients are summed in fp32, DeepSpeed uses a different class at ZeRO 1. That class has no fragments, but
-    the class for ZeRO 2 supports both stages.
+    If bf16 gradients are summed in fp32, DeepSpeed uses a different class at ZeRO 1. That class does not map parameters
+    to fragments of its state; the class for ZeRO 2 does, and it supports both stages.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
@@ -185,7 +185,7 @@ class ZeroState(ABC):
     """Base class for the behaviour that differs between ZeRO stages.
 
     `zero` is DeepSpeed's optimizer (torch's at ZeRO 0), `optimizer` is torch's. `flats` are the fp32 tensors that
-    torch's optimizer steps on this worker; its state is keyed by them.
+    torch's optimizer updates on this worker; they are the keys of the optimizer's state.
     """
 
     is_shared = True  # whether every worker owns only a part of the gradient
@@ -272,7 +272,7 @@ class Replicas(ZeroState):
         """
 
     def step_flat(self, number: int) -> None:
-        """Step all parameters when called for the last one, because torch's optimizer steps them all at once."""
+        """Step all parameters when called for the last tensor, because torch's optimizer steps them all at once."""
         if number + 1 == len(self.flats):
             self.zero.step()
 
@@ -292,7 +292,7 @@ class Partitions(ZeroState):
         zero.step = lambda: None
 
     def owned(self, p: Any, kinds: tuple[str, ...]) -> Part:
-        """Return the (possibly empty) part of the parameter in this worker's flat partition, by DeepSpeed's mapping."""
+        """Return the part of the parameter in this worker's flat partition, from DeepSpeed's mapping; may be empty."""
         mapping = p._hp_mapping
         if mapping is None:
             return 0, {}
@@ -327,7 +327,7 @@ class Partitions(ZeroState):
         return [flat.grad for flat in self.flats]  # type: ignore[misc]
 
     def apply(self) -> None:
-        """Step the parameter groups one by one, then all-gather the weights."""
+        """Step the optimizer for each parameter group in turn, then all-gather the weights."""
         for group, flat in enumerate(self.flats):
             self.step_flat(group)
             flat.grad = None
@@ -387,7 +387,7 @@ class Shards(ZeroState):
         return [flat.grad for flat in self.flats]  # type: ignore[misc]
 
     def apply(self) -> None:
-        """Step the sub-groups one by one, then gather the parameters that ZeRO never partitions."""
+        """Step the optimizer for each sub-group in turn, then gather the parameters that ZeRO never partitions."""
         zero = self.zero
         for group in range(len(zero.fp16_groups)):
             self.step_flat(group)

@@ -1,7 +1,7 @@
 """Reports whether a resume is bitwise exact on this device, and selects deterministic kernels on a GPU.
 
-1. `use_deterministic_kernels` is called in exact mode on a GPU, before CUDA starts.
-2. `resume_line` describes in an attempt's first log line how exact a resume would be:
+1. `use_deterministic_kernels` is called in exact mode on a GPU, before CUDA is initialised.
+2. `resume_line` returns an attempt's first log line, which says whether a resume would be bitwise exact:
 
     In:  Conditions(is_gpu=True, world=2, zero=2, backend="nccl")
     Out: "resuming may change the last bits: GPU kernels may add in any order, NCCL chooses the order of its sums"
@@ -26,7 +26,7 @@ CUBLAS_VALUES = (":4096:8", ":16:8")  # with these values cuBLAS is deterministi
 
 
 def use_deterministic_kernels() -> None:
-    """Make torch use deterministic kernels; call it before CUDA starts.
+    """Make torch use deterministic kernels; call this before CUDA is initialised.
 
     An operator without a deterministic kernel raises at its first use. Raises ConfigError if the environment forbids
     determinism.
@@ -85,7 +85,7 @@ def doubts(now: Conditions) -> list[str]:
 
 
 def changes(before: Conditions, now: Conditions) -> list[str]:
-    """Return the changes in conditions, since the checkpoint was saved, that may change results bitwise."""
+    """Return the changes in conditions since the checkpoint was saved that may affect results bitwise."""
     # On CPUs exact mode gives the same bits at every world size and ZeRO stage. On GPUs this has not been measured: the
     # stage decides the address of a weight, and cuBLAS may choose its kernel by the address.
     if now.exact_parts and not now.is_gpu:
@@ -99,7 +99,7 @@ def changes(before: Conditions, now: Conditions) -> list[str]:
 
 
 def resume_line(now: Conditions, before: Conditions | None = None) -> str:
-    """Describe how exactly this attempt can be resumed and, if it is itself a resume, whether bits may have changed.
+    """Describe whether resuming this attempt would be bitwise exact and, for a resumed attempt, whether its start was.
 
     `before` holds the conditions stored in the checkpoint that the attempt resumed from.
     """

@@ -6,15 +6,15 @@ A step:
 3. One reduction sums the squares over the workers, together with the training loop's numbers: loss, bad samples, number
    of workers with a stop request, number of workers with a completely written checkpoint file.
 4. The sums are copied to the host together. Only here does the host wait for the device, and it must, because the norm
-   decides whether the optimizer steps. DeepSpeed waits four times only for the norm, launches two kernels for every
+   decides whether the optimizer steps. DeepSpeed waits four times for the norm alone, launches two kernels for every
    parameter, and needs two more reductions.
 5. All workers either step the optimizer or drop the gradient (pipeline/engine/deepspeed.py).
 
 In:  two workers with the gradients (3, 0) and (0, 4), and each with the numbers (loss 0.5, stop 1)
 Out: norm 5.0 and the sums (1.0, 2.0), on both
 
-The state is read and written as fragments, which are independent of the world size and the ZeRO stage, so that every
-topology can read the state that any other wrote. For example, with two workers at ZeRO 2, the parameter "head.bias" of
+The state is read and written as fragments, which are independent of the world size and the ZeRO stage, so that state
+written by one topology can be read by any other. For example, with two workers at ZeRO 2, the parameter "head.bias" of
 10 elements is Fragment("head.bias", 0, {"master": (5,), "exp_avg": (5,), "exp_avg_sq": (5,)}) on rank 0, and a fragment
 of the same form that begins at element 5 on rank 1. DeepSpeed's own checkpoints are not used, because they cannot be
 loaded at another ZeRO stage, and flipped bits in them are not detected.
@@ -115,7 +115,7 @@ class Engine:
         self.model: nn.Module = self.engine.module
         self.forward: nn.Module = self.engine  # computes the logits of a training step
 
-        # DeepSpeed created its master weights from weights rounded to bf16: replace them by the values before rounding.
+        # DeepSpeed created its master weights from weights rounded to bf16: replace them with the unrounded values.
         if is_bf16:
             with torch.no_grad():
                 for name, start, tensors in self.fragments(("master",), held=True):

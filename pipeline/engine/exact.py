@@ -10,7 +10,7 @@ In:  4 parts at world size 2: rank 0 has g0, g1 and rank 1 has g2, g3
 Out: (g0 + g1) + (g2 + g3) on both; one worker with all four parts adds the same numbers in the same order
 
 Each step also records numbers (`Trace`) that show where a repeated step with a different result started to differ. All
-of them except for the last are the same at every world size.
+of these numbers except for the last are the same at every world size.
 
 The engine uses DeepSpeed's partitions of master weights and moments and its gathering of weights, but not its
 reduction, clipping and step. `docs/exact.md` explains the reasons and the cost.
@@ -37,7 +37,7 @@ from pipeline.training_data import BYTES_BF16, BYTES_FP32
 
 
 def exchange(outgoing: Tensor, incoming: Tensor, peer: int) -> None:
-    """Send `outgoing` to the worker `peer`, and receive its tensor into `incoming`."""
+    """Send `outgoing` to the worker `peer`, and receive that worker's tensor into `incoming`."""
     if outgoing.is_cuda and over_gloo():
         # Workers that share a GPU use gloo, which only transfers host memory.
         received = torch.empty_like(incoming, device="cpu")
@@ -249,7 +249,7 @@ class ExactEngine(Engine):
     def report_start(self, cfg: TrainConfig, telemetry: Telemetry, step: int) -> None:
         """Collective: measure and report the cost of the exact sum.
 
-        Also reports which conditions that the bits depend on have changed since the previous attempt.
+        Also reports changes since the previous attempt in conditions that affect results bitwise.
         """
         tree_s, plain_s = self.price()
         if dist.get_rank() != 0:
@@ -282,7 +282,7 @@ class ExactEngine(Engine):
             telemetry.log(f"results may differ bitwise from here on: {'; '.join(changed)}")
 
     def price(self, rounds: int = 3) -> tuple[float, float]:
-        """Collective: measure the seconds of a tree sum over the workers, and of an all-reduce of the same size."""
+        """Collective: measure the duration, in seconds, of a tree sum over the workers and of an equal all-reduce."""
         flat = torch.zeros(sum(self._spans), device=next(self.model.parameters()).device)
         tree_seconds = []
         all_reduce_seconds = []

@@ -73,7 +73,7 @@ class Views:
 
     flats: list[Flat]
 
-    def put(self, block: nn.Module, inputs: object) -> None:
+    def set_views(self, block: nn.Module, inputs: object) -> None:
         """Split the flat parameters, and set each view as the weight or bias of its layer."""
         for flat in self.flats:
             parts = getattr(block, flat.name).split(flat.sizes)
@@ -81,7 +81,7 @@ class Views:
                 # Two thirds of the views are vectors and need no reshaping, which would cost the backward pass a node.
                 spot.fill(part if part.shape == spot.shape else part.view(spot.shape))
 
-    def take_away(self, block: nn.Module, inputs: object, output: object) -> None:
+    def remove_views(self, block: nn.Module, inputs: object, output: object) -> None:
         """Remove the views from the layers, restoring their state before the call."""
         for flat in self.flats:
             for spot in flat.spots:
@@ -156,6 +156,6 @@ class FlatBlocks:
                 block._modules = layers
         # Added last: hooks run in the order of their registration, and ZeRO 3 must gather a block before it is split.
         for block, views in self._views:
-            block.register_forward_pre_hook(views.put)
+            block.register_forward_pre_hook(views.set_views)
             # Also if the block raises, as recomputation does on purpose once it has all that the backward pass needs.
-            block.register_forward_hook(views.take_away, always_call=True)
+            block.register_forward_hook(views.remove_views, always_call=True)

@@ -17,7 +17,7 @@ Settings: TypeAlias = Mapping[str, Any]  # a DeepSpeed configuration, or a secti
 # Elements. A bucket's memory is allocated whole. DeepSpeed's default of 500 million takes 1.9 GiB in fp32 and holds a
 # ViT-H/14 in two buckets, so that nothing could be summed during the backward pass. Buckets of 50 million take 0.2 GiB,
 # and there are 13 of them in H/14's backward pass.
-MOST_IN_A_BUCKET = 50_000_000
+MAX_IN_A_BUCKET = 50_000_000
 
 
 def engine_settings(cfg: TrainConfig, accumulation: int) -> Settings:
@@ -72,8 +72,8 @@ def deepspeed_config(
 
 
 def bucket_size(parameters: int) -> int:
-    """Return the number of elements in a bucket to use if the user's DeepSpeed file does not set it."""
-    return min(parameters, MOST_IN_A_BUCKET)
+    """Return the default bucket size, in elements, for stages whose DeepSpeed file does not set one."""
+    return min(parameters, MAX_IN_A_BUCKET)
 
 
 def reduction_line(zero_optimization: Settings, parameters: int, world: int, exact_parts: int = 0) -> str:

@@ -7,18 +7,15 @@
 """
 
 import hashlib
-import json
 import zipfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import safetensors
 
 import models
 from data.errors import DataError
-from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS, foreign
+from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS
 from pipeline import artifacts
 from pipeline.variables import restored
 
@@ -33,7 +30,7 @@ def is_foreign(path: str) -> bool:
 
 
 def files_of(path: str) -> list[Path]:
-    """Return another project's weights file and the files that describe it; `file.npz:img` names a part of a file."""
+    """Return another project's weights file and the files describing it; `file.npz:img` refers to a part of a file."""
     if ".npz" in Path(path).name:
         file = Path(path)
         if not file.exists():
@@ -48,7 +45,7 @@ def files_of(path: str) -> list[Path]:
 
 
 def digest_of(path: str, log: Callable[[str], None]) -> str:
-    """Return the digest of the weights at a path. Raises DataError if they are missing or altered; OSError."""
+    """Return the digest of the weights at a path. Raises OSError, and DataError if they are missing or altered."""
     if not is_foreign(path):
         return artifacts.check_weights(Path(path), log).sha256
     file, *configs = files_of(path)
@@ -75,11 +72,11 @@ def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
 
 
 def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
-    """Return the weights' training sets, {"path", "digest", "part_of"} each, and the path at which the records end.
+    """Return the weights' training sets, each as {"path", "digest", "part_of"}, and the path at which the records end.
 
     That path is "" if the records are complete. The records are the provenance.json of the weights' stage, of the stage
-    that it started from, and so on; they contain the digests that the data sets had at that time. Imported and exported
-    weights and other projects' weights have no such record. Raises DataError for an altered record.
+    that it started from, and so on; they contain the digests that the data sets had during training. Imported and
+    exported weights and other projects' weights have no such record. Raises DataError for an altered record.
     """
     sets: dict[str, dict[str, str | None]] = {}
     sha256: str | None = None  # digest of the weights that the previous stage started from
@@ -114,56 +111,3 @@ def recorded_preprocessing(path: str, size: tuple[int, int] | None = None) -> mo
         return preprocessing
     except UNREADABLE as error:
         raise DataError(f"cannot read the preprocessing of {path}: {error}") from None
-
-
-def recorded_loss(path: str) -> str | None:
-    """Return the loss that trained the weights' head, sigmoid or softmax; None if it is not recorded.
-
-    The loss is read from the record of the stage that trained the weights, also after a resize, an import or an export,
-    or from the `problem_type` in a transformers folder. Raises DataError for an altered record.
-    """
-
-    def loss_of(weights: str) -> str | None:
-        loss: str | None = None
-        with suppress(OSError, ValueError, AttributeError):  # missing, or not a JSON object
-            folder = Path(weights) if Path(weights).is_dir() else Path(weights).parent
-            loss = foreign().loss_of(json.loads((folder / THEIR_CONFIG).read_text()))
-        return loss
-
-    return recorded(path, "loss", loss_of)
-
-
-def recorded_form(path: str) -> dict[str, Any] | None:
-    """Return the form in which weights were imported (models/extras/weights/formats.py); None for other weights.
-
-    The form is recorded by the import from which the weights' first stage started. Raises DataError for an altered
-    record.
-    """
-
-    def foreign_form(weights: str) -> dict[str, Any] | None:
-        try:
-            return foreign().form_of(weights) or None
-        except UNREADABLE:
-            return None
-
-    return recorded(path, "form", foreign_form)
-
-
-def recorded(path: str, name: str, read: Callable[[str], Any]) -> Any:
-    """Return a recorded value for weights, or for another project's weights the value from `read`; None if unknown."""
-    sha256: str | None = None  # digest of the weights that the previous stage started from
-    while True:
-        folder = Path(path)
-        if not folder.is_dir():
-            folder = folder.parent
-        if ".npz" in Path(path).name or not (folder / CONFIG).is_file():
-            return read(path)
-        is_other = sha256 is not None and sha256 != artifacts.recorded_sha256(folder)
-        if is_other or not (folder / artifacts.PROVENANCE).is_file():
-            return None
-        record = artifacts.read_record(folder / artifacts.PROVENANCE)
-        value = record.get(name, record.get("config", {}).get(name))
-        if value is not None or "init" not in record.get("inputs", {}):
-            return value
-        path = restored(record["inputs"]["init"]["path"], folder / artifacts.PROVENANCE)
-        sha256 = record["inputs"]["init"]["digest"]

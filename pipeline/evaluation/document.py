@@ -225,7 +225,7 @@ def recorded_steps(records: Iterable[Mapping[str, Any]]) -> set[int]:
 
 
 def log_table(document: Entry, log: Callable[[str], None]) -> None:
-    """Log a document's values as a table with columns for data set, value, interval, deviation, samples and leaks."""
+    """Log a document's values as a table: data set, value, interval, standard deviation, samples and leaks."""
     rows: list[tuple[str, ...]] = [("set", "protocol", "value", "95 % interval", "sd", "samples", "leaks")]
     trained_on = {compared["digest"] for compared in document["weights"]["trained_on"]["sets"]}
     for result in document["results"]:

@@ -36,7 +36,7 @@ from data.index.index import Index
 from data.remote.config import CacheConfig
 from pipeline.evaluation import document
 from pipeline.evaluation.features import Beat, FeatureStore, collect
-from pipeline.evaluation.probes import COMPUTE, Inputs
+from pipeline.evaluation.probes import Inputs, compute
 from pipeline.evaluation.protocols import Protocol
 from pipeline.monitoring.watchdog import Phases
 from pipeline.values import duration
@@ -161,7 +161,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """A model, and the settings with which this process evaluates it."""
+    """A model, and the settings for evaluating it in this process."""
 
     group: EvaluationGroup
     model: nn.Module
@@ -276,7 +276,7 @@ class Evaluator:
         self.report(f"{path}: {index.samples:,} images in {duration(time.monotonic() - began)}")
 
     def batches(self, index: Index) -> Iterator[EvaluationBatch]:
-        """Iterate over this process's batches of a data set; before each, enter a phase that names the shards read.
+        """Iterate over this process's batches of a data set; before each, enter a phase that names its shards.
 
         An error while opening the data set is raised when the first batch is requested.
         """
@@ -338,7 +338,7 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
             raise DataError(
                 f"{path}: the model's outputs contain NaN or infinity for {stores[path].not_finite:,} of {readable:,} "
                 "samples, so no value was computed\n"
-                "  expected finite outputs: evaluate the weights of an earlier step, or with precision=fp32"
+                "  expected finite outputs: evaluate the weights of an earlier step, or set precision=fp32"
             )
     if request.train is not None:
         train = stores[request.train]
@@ -346,8 +346,7 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
     if request.first_label:
         labels = labels[:, :1]
     protocol = request.protocol
-    inputs = Inputs(protocol.name, train, test, labels, device, beat)
-    outcome = COMPUTE[protocol.name](inputs, protocol.settings)
+    outcome = compute(Inputs(protocol.name, train, test, labels, device, beat), protocol.settings)
     result = document.result_of(outcome, protocol, test, train, request.leaked)
     if request.examples:
         result["examples"] = examples_of(test, request.examples)

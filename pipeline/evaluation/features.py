@@ -1,4 +1,4 @@
-"""Computes features, predictions and labels of every sample in a data set; rank 0 stores them, the features on disk.
+"""Collects the labels, predictions and features of all samples in a data set on rank 0, which writes features to disk.
 
 1. Every worker computes the batches of its part of the data set and sends them to rank 0, which receives one at a time.
 2. Rank 0 writes features at the position of the sample's number, so the order in the file is that of the data set at
@@ -177,11 +177,11 @@ def collect(
     best: int = 0,
     on_computed: Callable[[], None] | None = None,
 ) -> None:
-    """Collective: run the model once on a data set; rank 0's store receives features and the head's `best` top classes.
+    """Collective: run the model once on a data set; rank 0's store receives features and the head's top `best` classes.
 
     The model runs in eval mode without gradients; its mode is restored afterwards. `on_computed` is called after a
-    batch is computed and before it is sent. `samples` must come from `store.watching`, so that a full disk is raised
-    on every worker.
+    batch is computed and before it is sent. `samples` must come from `store.watching`, so that a full disk raises an
+    error on every worker.
     """
     rank = 0
     world = 1

@@ -153,7 +153,7 @@ class LoopEvaluator(StageEvaluator):
         return has_sets and is_between and self.cfg.evaluate_every > 0 and step % self.cfg.evaluate_every == 0
 
     def recorded(self, stage: Path) -> set[int]:
-        """Return the steps whose evaluation has an outcome: values, an error, or the reason for skipping it."""
+        """Return the steps whose evaluation has an outcome: values, an error, or the reason why it was skipped."""
         # The driver reports damaged lines; an evaluation whose record is damaged is repeated.
         return document.recorded_steps(read_metrics(stage, None, []))
 
@@ -167,7 +167,7 @@ class LoopEvaluator(StageEvaluator):
             self.evaluate(worker, progress)
         except EvaluationStopped:
             if worker.group.rank == 0:
-                worker.group.telemetry.log(f"evaluate step {progress.step}: stopped; it will be evaluated later")
+                worker.group.telemetry.log(f"evaluation of step {progress.step} stopped; it will be repeated later")
             return False
         except EvaluationFailed as error:
             report_failure(worker, progress, error, "training continues without it")
@@ -200,8 +200,8 @@ class LoopEvaluator(StageEvaluator):
     def evaluate_at_end(self, worker: Setup, progress: Progress) -> None:
         """Collective: evaluate the stage's final, committed weights, or their average if the stage has one.
 
-        Raises EvaluationFailed, with whose exit code the stage ends, or EvaluationStopped. In both cases, running the
-        same command again resumes with this evaluation.
+        Raises EvaluationFailed, whose exit code becomes the exit code of the stage, or EvaluationStopped. In both
+        cases, running the same command again resumes with this evaluation.
         """
         polyak = self.cfg.polyak
         try:

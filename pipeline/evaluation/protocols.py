@@ -9,9 +9,9 @@ Protocols of features, fitted on a training set and evaluated on the test set:
 
 A protocol's outcome holds the correctness of every test sample; document.py turns it into values and intervals.
 
-To add a protocol, add a row here and a function to COMPUTE in probes.py that takes `Inputs` and the protocol's settings
-and returns an `Outcome`. A protocol with settings also needs a field with its name in jobs/stages/evaluate.py. This
-module does not import torch, because recipes are checked without it.
+To add a protocol, add a row here and a function in probes.py, or with the protocol's name in pipeline/extras/probes.py.
+It takes `Inputs` and the protocol's settings and returns an `Outcome`. A protocol with settings also needs a field with
+its name in jobs/stages/evaluate.py. This module does not import torch, because recipes are checked without it.
 """
 
 from collections.abc import Callable
@@ -164,7 +164,8 @@ def check_names(names: tuple[str, ...]) -> None:
     for name in names:
         require(
             name in PROTOCOLS,
-            f"protocols has {name!r}{did_you_mean(name, PROTOCOLS)}\n  expected some of {', '.join(PROTOCOLS)}",
+            f"protocols contains {name!r}{did_you_mean(name, PROTOCOLS)}\n"
+            f"  expected one or more of {', '.join(PROTOCOLS)}",
         )
-    require(len(names) > 0, f"protocols is empty\n  expected some of {', '.join(PROTOCOLS)}")
+    require(len(names) > 0, f"protocols is empty\n  expected one or more of {', '.join(PROTOCOLS)}")
     require(len(set(names)) == len(names), f"protocols contains a duplicate: {', '.join(names)}")

@@ -31,7 +31,7 @@ SPARE_FILE = "spare"
 
 @dataclass(frozen=True)
 class AsyncConfig(TrainConfig):
-    """Adds `evaluate_on` to a trained stage."""
+    """Adds the config field `evaluate_on` to trained stages."""
 
     # evaluations during training run on the training workers, which pause for them, or on a spare worker in parallel
     # (docs/design/cluster.md); with spare, every evaluated step is saved as a checkpoint and counts for keep
@@ -62,7 +62,7 @@ def withdraw(stage: Path, step: int) -> None:
 
 
 def recorded(stage: Path) -> set[int]:
-    """Return the steps with an evaluation record: values, an error, or the reason for skipping it."""
+    """Return the steps with an evaluation record: values, an error, or the reason why the evaluation was skipped."""
     # The driver reports damaged lines; an evaluation whose record is damaged is repeated.
     steps = recorded_steps(read_metrics(stage, None, []))
     for path in records(stage):
@@ -71,7 +71,7 @@ def recorded(stage: Path) -> set[int]:
 
 
 def put_record(stage: Path, step: int, record: EvaluationRecord) -> None:
-    """Write the record of an evaluation for rank 0, and withdraw the request. Raises OSError."""
+    """Write an evaluation's record for rank 0, and withdraw the evaluation's request. Raises OSError."""
     path = file_of(stage, step, ".json")
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, json.dumps(record))

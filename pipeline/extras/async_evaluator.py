@@ -52,7 +52,7 @@ class AsyncEvaluator(LoopEvaluator):
         return super().advice(share)
 
     def recorded(self, stage: Path) -> set[int]:
-        """Return the steps with an evaluation record, which need not be in metrics.jsonl yet."""
+        """Return the steps with an evaluation record, even if rank 0 has not yet added it to metrics.jsonl."""
         return async_evaluation.recorded(stage)
 
     def request(self, worker: "Setup", step: int) -> bool:
@@ -74,7 +74,7 @@ class AsyncEvaluator(LoopEvaluator):
         return is_requested[0]
 
     def resume(self, worker: "Setup", progress: "Progress") -> bool:
-        """Collective: request or run, at the start of an attempt, all evaluations that have no record yet.
+        """Collective: request or run, at the start of an attempt, all evaluations without a record.
 
         With asynchronous evaluation, request the evaluation of each commit without a record. Otherwise withdraw all
         requests, report them as skipped, and evaluate the checkpoint's step if its evaluation is due.

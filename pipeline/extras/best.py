@@ -40,7 +40,7 @@ def evaluations_since_best(stage: Path, metric: str) -> tuple[int, BestStep] | N
 
 @dataclass(frozen=True)
 class BestConfig(TrainConfig):
-    """Adds `keep_best` and `patience` to a trained stage."""
+    """Adds the config fields `keep_best` and `patience` to trained stages."""
 
     # metric, such as accuracy or 5shot: export the weights with its highest value instead of the last weights; every
     # evaluated step is then saved as a checkpoint, and the best one is kept regardless of keep; null: export the last
@@ -119,7 +119,7 @@ class KeepBest(Hook):
         )
 
     def choose(self) -> ExportChoice | None:
-        """Return the step to export: the best, or None without `keep_best`. Raises CheckpointError without a record."""
+        """Return the best step to export; None without `keep_best`. Raises CheckpointError if none is recorded."""
         metric = self.cfg.keep_best
         if metric is None:
             return None

@@ -15,7 +15,7 @@ from pipeline.training_config import TrainConfig
 
 @dataclass(frozen=True)
 class BranchConfig(TrainConfig):
-    """Adds `begin` and `law` to a trained stage."""
+    """Adds the config fields `begin` and `law` to trained stages."""
 
     # a branch: resume from this step of stage `init`, with its optimizer state and sample order; all keys except the
     # steps and the cool-down must equal that stage's (docs/studies.md); null: only load weights, and start at step 0
@@ -32,7 +32,7 @@ class BranchConfig(TrainConfig):
         at_least(self, 1, "begin")
         require(
             self.begin is None or self.init is not None,
-            "begin is a step of the stage in init, but init is not set",
+            f"begin is {self.begin}, a step of the stage in init, but init is not set\n  set init, or begin=null",
         )
 
     @property
@@ -42,6 +42,6 @@ class BranchConfig(TrainConfig):
 
 
 class Branch(Hook):
-    """Hook that adds the config keys of a branch."""
+    """Hook that adds the config fields of BranchConfig, and has no effect on the training loop."""
 
     Config = BranchConfig

@@ -32,7 +32,7 @@ JOURNAL = "embedding.partial"
 BATCH = 64  # images per forward pass
 
 
-def find_alike(
+def find_similar(
     model: nn.Module,
     weights: tuple[str, str],  # path and digest of the weights
     train: Collection[Index],

@@ -209,7 +209,7 @@ class Grid:
         return tuple(size if term == axis + 1 else 1 for axis, size in enumerate(self.shape))
 
     def least(self, targets: np.ndarray, fixed: tuple[int, float] | None = None) -> np.ndarray:
-        """Return the least sums of squares (studies, g1, …) over all non-negative laws, for targets (studies, n).
+        """Return the smallest sums of squares (studies, g1, …) over all non-negative laws, for targets (studies, n).
 
         `fixed` is the number and the value of a linear parameter that must not vary. A non-negative least-squares
         solution has some parameters at 0 and the others free: try every subset, and keep the best allowed one.

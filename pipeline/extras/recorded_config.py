@@ -14,14 +14,14 @@ HOOKS_OF_KEYS = {
     "pipeline.extras.best:KeepBest": {"keep_best", "patience"},
     "pipeline.extras.replays.spikes:SpikeSearch": {"health"},
 }
-GONE = ("activation_gb",)  # removed keys, null in almost all old records
+REMOVED_KEYS = ("activation_gb",)  # removed keys, null in almost all old records
 
 
 def recorded_config(record: Mapping[str, Any]) -> TrainConfig:
     """Build the config from a record's "config" and, if present, the hooks in its "hooks". Raises ConfigError."""
     values = {}
     for name, value in record["config"].items():
-        if value is not None or name not in GONE:
+        if value is not None or name not in REMOVED_KEYS:
             values[name] = value
     if "hooks" in record:
         return build_config(values, record["hooks"])

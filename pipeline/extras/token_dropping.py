@@ -78,7 +78,7 @@ class TokenDroppingConfig:
 
 @dataclass(frozen=True)
 class TokenDroppingTrainConfig(TrainConfig):
-    """Adds the section `thinning` to a trained stage."""
+    """Adds the config section `thinning` to trained stages."""
 
     # token dropping and smaller images, which reduce the FLOPs of a step (fewer-flops.md)
     thinning: TokenDroppingConfig = field(default_factory=TokenDroppingConfig)

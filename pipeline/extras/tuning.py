@@ -24,7 +24,7 @@ from models.checks import did_you_mean
 from pipeline.config import require
 
 # Keys of zero_optimization, and the ZeRO stages at which DeepSpeed 0.19.8 reads them. They decide when data moves and
-# in what pieces; test_engine.py trains on two workers with odd values for all of them, to the same bits. With more
+# in what pieces; test_engine.py trains on two workers with odd values for all of them, with equal bits. With more
 # workers the size of a bucket affects the last bits of sums (docs/design/step.md).
 TUNING: dict[str, tuple[int, ...]] = {
     "overlap_comm": (1, 2, 3),
@@ -149,7 +149,7 @@ def merge_file(ours: Mapping[str, Any], path: str, zero: int) -> Mapping[str, An
 def read_json(path: str, where: str) -> Mapping[str, Any]:
     """Read a JSON file that contains a mapping. Raises ConfigError for other contents, or if a key is repeated."""
 
-    def without_doubles(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
+    def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
         section: dict[str, Any] = {}
         for key, value in pairs:
             require(key not in section, f"{where}: {key} appears twice\n  expected each key once; remove one")
@@ -158,7 +158,7 @@ def read_json(path: str, where: str) -> Mapping[str, Any]:
 
     try:
         text = Path(path).read_text()
-        content = json.loads(text, object_pairs_hook=without_doubles)
+        content = json.loads(text, object_pairs_hook=reject_repeated_keys)
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror}\n  expected a JSON file, or deepspeed=null for none") from None
     except ValueError as error:

@@ -51,7 +51,7 @@ Record: TypeAlias = Mapping[str, Any]  # a line of metrics.jsonl; "kind" decides
 PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 # Prefixes of TensorBoard's tags. The numbers sort the training curves first; otherwise checkpoint/* would come first.
 TENSORBOARD_GROUPS = {"train": "1 train", "evaluate": "2 evaluate"}
-# Search for the newest record in this many last bytes of metrics.jsonl; a record of 50 steps has about 3 KB.
+# Search for the newest record in this many bytes at the end of metrics.jsonl; a record of 50 steps has about 3 KB.
 TAIL_BYTES = 1 << 20
 SEAL = re.compile(rb', "crc": "([0-9a-f]{8})"}')  # the end of each record: CRC-32 of the line's bytes before it
 SEAL_BYTES = 20
@@ -155,7 +155,7 @@ class Window:
         self.evaluated_s += later.evaluated_s
 
     def values(self, samples: int, flops: float, peak: float | None, steps_left: int) -> WindowValues:
-        """Return the window's values; `samples` is the count on all workers, `flops` the count on one worker."""
+        """Return the window's values; `samples` is a total over all workers, `flops` the FLOPs of one worker."""
         elapsed = time.monotonic() - self.since
         # Exclude evaluations from the speed; otherwise each of them would look like a drop in images/s.
         busy = max(elapsed - self.evaluated_s, 1e-9)
@@ -295,7 +295,7 @@ def ends_within_line(path: Path) -> bool:
 
 
 def append_whole(path: Path, content: bytes) -> bool:
-    """Append with a single O_APPEND write, so that lines from several workers never mix; return False on failure."""
+    """Append bytes to a file with a single write, so that workers' lines never mix; return False on failure."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:

@@ -34,7 +34,7 @@ from statistics import median
 
 STEP = ("data", "forward", "backward", "reduce", "save")  # phases of the training loop, used to detect slow workers
 WAITING = ("backward", "reduce", "save")  # phases with collectives: a worker here may be waiting for the others
-# A worker dumps its stacks into its log at this share of the time-out, before the driver ends it.
+# A worker dumps its stacks into its log at this share of the timeout, before the driver ends it.
 DUMP_AT = 0.8
 LINE_BYTES = 2048  # fixed length of a phase file, so that a short line overwrites a longer one completely
 LONGEST_SHARD = 150  # characters; each may take twelve bytes in JSON, and a truncated line would not be valid JSON
@@ -46,7 +46,7 @@ OWN = ("data", "forward")  # phases of a worker's own work, without collectives
 # this share of the time between two results: on a GPU, whose kernels are only queued in the forward pass, it is not.
 SLOW_FACTOR = 2.0
 SLOW_EXCESS = 0.2
-LEAST_TURNS = 3  # micro-batches of each worker before their times are compared
+MIN_TURNS = 3  # micro-batches of each worker before their times are compared
 NODE_FOLDER = "PATCHLINE_NODE_FOLDER"  # worker environment variable: its attempt's node-local folder
 STOP_FILE = "stop"  # created in the node's folder when the driver asks the worker group to commit and exit
 PHASE_FILE = "rank-{:05d}.phase"  # name of a phase file in the node's folder
@@ -189,7 +189,7 @@ class Watch:
         self.compared = 0.0  # time of that comparison
 
     def find_stall(self, reported: Mapping[int, PhaseReport], frozen: Callable[[int], bool]) -> Stall | None:
-        """Return the worker that has blocked the others for longer than the time-out; None if any makes progress.
+        """Return the worker that has blocked the others for longer than the timeout; None if any makes progress.
 
         `reported` are the workers' phases by rank, from about the same moment. `frozen` returns whether the process of
         a rank is stopped by a signal.
@@ -252,7 +252,7 @@ class Watch:
         return Stall(rank, cause)
 
     def slow(self) -> Slow | None:
-        """Return the worker that has slowed down the others, with its factor; None if there is none.
+        """Return the worker that has slowed down the others, with the evidence; None if there is none.
 
         Returns a result once every `SLOW_CHECKS` checks, and None in between.
         """
@@ -273,13 +273,13 @@ class Watch:
         return own
 
     def slow_in_own_work(self) -> Slow | None:
-        """Compare the times of the workers' own work since the last comparison; return a worker that is much slower."""
+        """Compare the times of the workers' own work since the last comparison; return a much slower worker, if any."""
         now = self.clock()
         seconds: dict[int, float] = {}  # of a micro-batch
         turns = 0
         for rank, place in self.places.items():
             before = self.before.get(rank)
-            if before is not None and place.turns >= before.turns + LEAST_TURNS:
+            if before is not None and place.turns >= before.turns + MIN_TURNS:
                 turns = place.turns - before.turns
                 seconds[rank] = (place.own_s - before.own_s) / turns
         if len(seconds) < self.world and self.before:

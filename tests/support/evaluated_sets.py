@@ -1,10 +1,14 @@
 """Data sets, their feature stores and a model for tests of evaluation."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
+from sklearn.datasets import load_digits
+from threadpoolctl import threadpool_limits
 from torch import nn
 
 from data.index.index import Index
@@ -72,3 +76,26 @@ def with_a_bad_one(folder: Path) -> Index:
     good = list(islice(digits(True, image_size=16), 150))
     samples = [Sample(s.key, s.image if n != 77 else b"junk", s.labels) for n, s in enumerate(good)]
     return pack(samples, folder, shard_samples=40)
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Use one thread: on a busy machine, waiting threads made small matrices 20 times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with threadpool_limits(1):
+        yield
+    torch.set_num_threads(threads)
+
+
+def digit_features(folder: Path) -> tuple[FeatureStore, FeatureStore, dict[str, np.ndarray]]:
+    """Return pixels of the digits as features: 1,000 training rows and 300 test rows."""
+    pixels, labels = load_digits(return_X_y=True)
+    arrays = {
+        "train": pixels[:1000].astype(np.float32),
+        "train_labels": labels[:1000],
+        "test": pixels[1000:1300].astype(np.float32),
+        "test_labels": labels[1000:1300],
+    }
+    train = store_of(arrays["train"], arrays["train_labels"], folder)
+    return train, store_of(arrays["test"], arrays["test_labels"], folder), arrays

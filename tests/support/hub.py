@@ -43,9 +43,12 @@ class Hub:
         self.page = 1000  # entries of a page of the listing
         self.is_gated = False  # files only with TOKEN
         self.is_private = False  # everything only with TOKEN
+        self.has_lfs = True  # the listing has the sha256 of files
         self.throttled = 0.0  # fraction of requests that are refused with 429
         self.retry_after = "1"  # seconds
         self.expires_s = 3600.0  # life of a signed address
+        self.most_uses = 1 << 30  # requests after which a signed address counts as expired
+        self.uses: Counter[str] = Counter()  # by signature
         self.chance = random.Random(0)
         self.requests: Counter[str] = Counter()  # by kind: info, auth, tree, resolve, storage, 429, expired
         self.tokens: set[str] = set()  # Authorization headers that the Hub received
@@ -117,8 +120,9 @@ class Hub:
             if len(below) == 1 or is_recursive:
                 content = file.read_bytes()
                 digest = hashlib.sha256(content).hexdigest()
-                lfs = {"oid": digest, "size": len(content), "pointerSize": 134}
-                entries[name] = {"type": "file", "path": name, "oid": "1" * 40, "size": len(content), "lfs": lfs}
+                entries[name] = {"type": "file", "path": name, "oid": "1" * 40, "size": len(content)}
+                if self.has_lfs:
+                    entries[name]["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 134}
         if not entries:
             return 404, b"{}", {"X-Error-Code": "EntryNotFound"}
         listed = list(entries.values())
@@ -154,7 +158,11 @@ class Hub:
         query = parse_qs(url.query)
         commit, _, name = unquote(url.path).lstrip("/").partition("/")
         expires = float(query["expires"][0])
-        if query["signature"] != [self.signature(commit, name, expires)] or time.time() > expires:
+        signature = query["signature"][0]
+        with self.lock:
+            self.uses[signature] += 1
+            is_used_up = self.uses[signature] > self.most_uses
+        if is_used_up or signature != self.signature(commit, name, expires) or time.time() > expires:
             self.count("expired")
             return 403, b"<Error><Code>AccessDenied</Code></Error>", {}
         self.count("storage")

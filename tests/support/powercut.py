@@ -81,7 +81,8 @@ class Recording:
             del self.folders[folder][name]
             return [Operation(folder, {name: None})]
         target, new_name = self._find(other)
-        assert target == folder and what in ("rename", "link"), (what, path, other)
+        assert target == folder, (what, path, other)
+        assert what in ("rename", "link"), (what, path, other)
         inode = self.folders[folder][new_name] = self.folders[folder][name]
         if what == "link":
             return [Operation(folder, {new_name: inode})]

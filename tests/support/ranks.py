@@ -321,9 +321,10 @@ def hear_of_rank_0(task: dict[str, Any]) -> list[list[str]]:
     return of_all
 
 
-def model_of_blocks() -> models.Model:
+def model_of_blocks(**switches: Any) -> models.Model:
     """Return a small ViT with nonzero head and biases, so that every parameter has a gradient from the first step."""
-    config = models.config_of("mu/8", 16, CLASSES, depth=3, width=16, mlp=32, heads=2, pool="gap")
+    fields = {"depth": 3, "width": 16, "mlp": 32, "heads": 2, "pool": "gap", **switches}
+    config = models.config_of("mu/8", 16, CLASSES, **fields)
     generator = torch.Generator().manual_seed(0)
     model = models.from_config(config, generator)
     for p in model.parameters():
@@ -342,10 +343,11 @@ def train_blocks(task: dict[str, Any]) -> list[dict[str, Any]]:
     join_group(60.0)
     rank, world = dist.get_rank(), dist.get_world_size()
     accumulation, found = BATCH // MICRO // world, []
-    plain = torch.load(task["plain"])
     for number, case in enumerate(task["cases"]):
+        plain = torch.load(case.get("plain", task["plain"]))
+        switches = case.get("switches", {})
         settings = settings_of(case["zero"], case["precision"], MICRO, accumulation)
-        model = model_of_blocks()
+        model = model_of_blocks(**switches)
         model.recomputed_blocks = case["recomputed"]
         if case["compiled"]:
             models.compile_blocks(model, backend=case["compiled"])
@@ -370,10 +372,15 @@ def train_blocks(task: dict[str, Any]) -> list[dict[str, Any]]:
         with engine.averaged(), torch.no_grad():
             averaged = engine.model(images_of(0)[0].to(engine.dtype)).float()
 
-        engine.restore(lambda name, kind, start, count: plain[name].flatten()[start : start + count], ("master",))
+        def given(
+            name: str, kind: str, start: int, count: int, values: dict[str, torch.Tensor] = plain
+        ) -> torch.Tensor:
+            return values[name].flatten()[start : start + count]
+
+        engine.restore(given, ("master",))
         with torch.no_grad():
             logits = engine.model(images_of(0)[0].to(engine.dtype))
-            other = model_of_blocks().to(engine.dtype)
+            other = model_of_blocks(**switches).to(engine.dtype)
             other.load_state_dict(plain)
             expected = other(images_of(0)[0].to(engine.dtype))
         restored = {name: kinds["master"] for name, kinds in whole_state(engine).items()}

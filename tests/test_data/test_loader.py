@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 import data.evaluation
 import data.loader
-from data.decoder import BadSample, BatchLayout, images_per_cpu_s
+from data.decoder import BadSample, BatchLayout
 from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.images.augment import AugmentConfig
@@ -104,12 +104,6 @@ def test_the_global_sequence_does_not_depend_on_the_topology(index, order, world
     for column, parts_of in zip(whole, zip(*parts, strict=True), strict=True):
         stacked = torch.cat([part.unflatten(0, (3, share)) for part in parts_of], 1).flatten(0, 1)
         assert torch.equal(stacked, column)
-
-
-def test_the_speed_of_decoding_is_that_of_the_first_shard_which_is_not_empty(index):
-    empty = replace(index, shards=(Shard("empty.tar", 0, 0, ""),))
-    assert images_per_cpu_s(empty, 16, AugmentConfig()) is None
-    assert images_per_cpu_s(replace(index, shards=empty.shards + index.shards), 16, AugmentConfig()) > 0
 
 
 class Undone:

@@ -104,7 +104,7 @@ def test_a_frozen_owner_that_wakes_up_commits_nothing(group, run, tmp_path, monk
     group.begin(30)
     chosen, _ = start(run, tmp_path / "other", monkeypatch)
     assert_is_step(chosen, 20)
-    with pytest.raises(RunOwned, match=r"step 30 is not committed: attempt 2 owns s3://.* now, this is"):
+    with pytest.raises(RunOwned, match=r"step 30 is not committed: attempt 2 now owns s3://.*; this process is"):
         group.finish()
     assert committed_steps(run) == [20, 10]
 
@@ -404,7 +404,9 @@ def test_start_of_an_outdated_attempt_changes_nothing(group, run, bucket, tmp_pa
     group.begin(30)
     assert [claim_attempt(Bucket(run, SCRATCH)), claim_attempt(Bucket(run, SCRATCH))] == [2, 3]
     before = objects(bucket, run)
-    with pytest.raises(RunOwned, match=r"attempt 3 owns .* now, this is attempt 2\n  the newer attempt's files are un"):
+    with pytest.raises(
+        RunOwned, match=r"attempt 3 now owns .*; this process is attempt 2\n  the newer attempt's files"
+    ):
         StageCheckpoints(Bucket(run, tmp_path / "other"), STAGE).choose(2, print)
     assert objects(bucket, run) == before
 

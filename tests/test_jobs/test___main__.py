@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
         (["runn", "x"], "Did you mean 'run'?"),
         (["run", "x", "--frsh"], "--fresh"),
         (["checkpoints", "verfy", "x"], "Did you mean 'verify'?"),
-        (["run"], "expected a YAML file or a built-in recipe: cifar10, digits"),
+        (["run"], "expected a YAML file or a built-in recipe: cifar10, cifar10_bit, digits"),
         (["checkpoints", "verify", "x", "--step", "ten"], "'--step'"),
         (["status", "/nowhere"], "no run at"),
     ],

@@ -13,50 +13,23 @@ from data.errors import RunOwned
 from data.storage import Folder
 from jobs import ownership
 from jobs.ownership import Lease, holder_state, newest_lease
-from tests.support.drives import fork_process
+from tests.support.leases import PERIOD_S, holders
 
 pytestmark = pytest.mark.quick
 
-PERIOD_S = 0.25
 LOST_S = ownership.LOST_PERIODS * PERIOD_S
-
-
-def hold(run: Path, machine: str, said: Path) -> None:
-    """Hold a run's lease until this process ends, pretending to run on `machine` ("": this one)."""
-    ownership.PERIOD_S = PERIOD_S
-    signal.signal(signal.SIGTERM, lambda number, frame: said.with_name("asked").touch())
-    lease = Lease(Folder(run), print)
-    if machine:
-        lease.record["machine"] = machine
-    with lease:
-        said.touch()
-        while not said.with_name("asked").exists():
-            time.sleep(0.02)
-
-
-@pytest.fixture(autouse=True)
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "PERIOD_S", PERIOD_S)
 
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[Callable[[str], Any]]:
     """Start processes that hold the lease of tmp_path / "run"."""
-    started = []
+    with holders(tmp_path) as start:
+        yield start
 
-    def start(machine: str = "") -> Any:
-        said = tmp_path / f"held-{len(started)}"
-        process = fork_process(hold, tmp_path / "run", machine, said)
-        process.start()
-        started.append(process)
-        while not said.exists():
-            time.sleep(0.01)
-        return process
 
-    yield start
-    for process in started:
-        process.kill()
-        process.join()
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "PERIOD_S", PERIOD_S)
 
 
 @pytest.mark.parametrize(
@@ -159,19 +132,6 @@ def test_holder_reads_the_storage_only_after_it_was_frozen(tmp_path, monkeypatch
         now += gap * PERIOD_S
         lease.confirm()
         assert len(asked) == expected, gap
-
-
-def test_holder_can_be_stopped_through_the_storage(holder, tmp_path) -> None:
-    process = holder("another")
-    storage = Folder(tmp_path / "run")
-    seen = newest_lease(storage)
-    assert seen is not None
-    said: list[str] = []
-    ownership.stop_holder(storage, seen, said.append, 30.0)
-    process.join(10)
-    assert process.exitcode == 0
-    assert "has ended; for its result, run" in said[-1]
-    assert sorted(storage.list("leases")) == ["leases/000001.json"]
 
 
 def test_lease_is_renewed_on_a_full_disk(tmp_path, monkeypatch) -> None:

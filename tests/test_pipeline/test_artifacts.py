@@ -73,7 +73,9 @@ def refused(arguments: list[str], file: Path, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     code = command(arguments)
     said = capsys.readouterr().err
-    assert code == 65 and f"{file} has changed" in said and "expected" in said, (file, code, said)
+    assert code == 65, (file, code, said)
+    assert f"{file} has changed" in said, (file, code, said)
+    assert "expected" in said, (file, code, said)
     return said
 
 
@@ -237,7 +239,7 @@ def test_replay_and_status_report_a_changed_record(made, capsys):
 
 
 def test_slow_check_is_logged(made, capsys, monkeypatch):
-    monkeypatch.setattr(artifacts, "SAY_AFTER_S", 0.0)
+    monkeypatch.setattr(artifacts, "LOG_AFTER_S", 0.0)
     assert main(["run", str(made)]) == 0
     assert f"verified 0.0 GB in {stage_folder(made, 'pretrain')} in 0 s" in capsys.readouterr().out
 

@@ -111,7 +111,8 @@ def test_step_keeps_torchs_hooks_and_profiler_name():
         every.remove()
         calls += [event.key for event in profile.key_averages() if event.key.startswith("Optimizer.")]
         seen.append(calls)
-    assert seen[0] == seen[1] and len(seen[0]) == 5, seen
+    assert seen[0] == seen[1], seen
+    assert len(seen[0]) == 5, seen
 
 
 @pytest.mark.parametrize("wrong", [{"lr": 0}, {"weight_decay": -1}, {"clip": -0.1}, {"beta2": 1.0}, {"momentum": 1.5}])

@@ -13,8 +13,8 @@ The check runs in this order:
                                bad: 2 × not a JPEG, PNG or WebP, first k0 of s0.tar
                                …
 
-`repair` packs the good samples into a new set, and `data.extras.doctor.page` writes a report as one HTML file. A sample
-counts as bad if and only if training, with a sufficient `max_labels`, would replace it.
+`repair` packs the good samples into a new data set, and `data.extras.doctor.page` writes a report as one HTML file. A
+sample counts as bad if and only if training, with a sufficient `max_labels`, would replace it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check(
     report: Progress | None = None,
     cache: CacheConfig | None = None,
 ) -> Report:
-    """Check every sample of a set and return the report.
+    """Check every sample of a data set and return the report.
 
     With `decode=False`, only image headers and labels are checked. `report` is called with the number of finished
     shards and the total. `cache` configures downloads of remote shards, as in training. If a shard cannot be
@@ -219,7 +219,7 @@ def repair(
     cache: CacheConfig | None = None,
     **options: Any,
 ) -> Index:
-    """Pack every good sample into a new set in another folder; with `unique`, pack each image only once.
+    """Pack every good sample into a new data set in another folder; with `unique`, pack each image only once.
 
     Missing shards are skipped, and truncated shards contribute their complete samples. `cache` configures downloads of
     remote shards, as in training. `options` are passed to `pack`. Raises StorageError if the storage does not respond.

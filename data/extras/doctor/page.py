@@ -10,7 +10,7 @@ from data.extras.doctor.report import Report
 from data.extras.pages import page
 from data.images.decode import decode
 
-MOST_SHARDS = 1000  # rows in the table of shards
+MAX_SHARDS = 1000  # rows in the table of shards
 CHARTED = ("shorter side", "width / height", "kB")  # keys of `report.ShardReport.spreads`
 
 
@@ -19,8 +19,8 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
     # First the shards with a problem of their own, then those with the most bad samples.
     shards = sorted(report.shards, key=lambda shard: (not shard.problem, -shard.bad.counts.total()))
     more = ""
-    if len(shards) > MOST_SHARDS:
-        more = f": the worst {MOST_SHARDS} of {len(shards)}"
+    if len(shards) > MAX_SHARDS:
+        more = f": the worst {MAX_SHARDS} of {len(shards)}"
     # Keep the thumbnails in shard order, so that they represent the whole set and not its worst shards.
     thumbnails = []
     for shard in report.shards:
@@ -54,7 +54,7 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
         title=f"Data report for {report.index.tables.name}, digest {report.index.digest[:12]}",
         summary="\n".join(report.lines(world)),
         chart=page.svg(figure, "histograms of samples per class, image sides, aspect ratios and file sizes"),
-        shards=shards[:MOST_SHARDS],
+        shards=shards[:MAX_SHARDS],
         more=more,
         samples=thumbnails,
     )

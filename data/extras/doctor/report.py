@@ -1,4 +1,4 @@
-"""Results of a data check, for one shard (`ShardReport`) and for a set (`Report`), and their text for the terminal."""
+"""Results of a data check, for one shard (`ShardReport`) and a data set (`Report`), and their text for the terminal."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LARGE_SHARD = 4 << 30  # bytes; larger shards are reported
 
 
 class Spread(Counter[float]):
-    """Histogram of one measure; rounding keeps it to a few thousand distinct values for any number of images."""
+    """Histogram of one measurement; rounding limits it to a few thousand distinct values for any number of images."""
 
     def quantile(self, q: float) -> float:
-        """Return the quantile `q`: the smallest value such that at least the share `q` of all values are not larger.
+        """Return the quantile `q`: the smallest value with at least the fraction `q` of all values at or below it.
 
         Raises IndexError if the histogram is empty.
         """
@@ -72,7 +72,7 @@ class ShardReport:
 
 @dataclass
 class Report:
-    """Results for a whole set."""
+    """Results for a whole data set."""
 
     index: Index
     shards: list[ShardReport]
@@ -107,7 +107,7 @@ class Report:
         return not self.bad.counts and not any(shard.problem for shard in self.shards)
 
     def add(self, shard: ShardReport) -> None:
-        """Append a shard's report, and move its counts to the totals of the set."""
+        """Append a shard's report, and move its counts to the totals of the data set."""
         self.classes.update(shard.classes)
         for name, spread in shard.spreads.items():
             self.spreads.setdefault(name, Spread()).update(spread)

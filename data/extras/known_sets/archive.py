@@ -26,7 +26,7 @@ from data.extras.sources.members import members
 from data.index.index import Refusals
 from data.sources.samples import Archive, Sample, kind_of
 
-MOST_OF_A_LIST = 1 << 30  # largest size in bytes of a file that is not an image; CIFAR-100's train.bin has 154 MB
+MAX_LIST_BYTES = 1 << 30  # largest size in bytes of a file that is not an image; CIFAR-100's train.bin has 154 MB
 
 
 def read_members(
@@ -41,7 +41,7 @@ def read_members(
     contents: dict[str, bytes] = {}
     for member in members(path):
         if member.base in bases:
-            contents[member.base] = member.read(MOST_OF_A_LIST)
+            contents[member.base] = member.read(MAX_LIST_BYTES)
     missing = [base for base in bases if base not in contents]
     if missing:
         raise DataError(f"{path}: missing {', '.join(missing)}{way_out}")
@@ -92,7 +92,7 @@ def as_image(raw: bytes, name: str, changed: Refusals) -> tuple[bytes, str]:
 
 
 def log_notes(source: Path, notes: Refusals) -> None:
-    """Log a warning for each reason why files of a source were skipped or converted."""
+    """Log a warning for each reason why files in a source were skipped or converted."""
     log = logging.getLogger(__name__)
     for line in notes.lines():
         log.warning("%s: %s", source, line)
@@ -104,7 +104,7 @@ def samples_of_archive(
     """Yield the samples of a public data set, and compare their number with the published one.
 
     `name` is the name of the set in messages. Raises DataError if the number of classes differs (before the first
-    sample), if the number of samples differs (after the last one), or if the archive is damaged or a different one.
+    sample), if the number of samples differs (after the last one), or if the archive is damaged or of another data set.
     With `partial=True`, differences are only logged.
     """
     published = archive.published[split]

@@ -90,8 +90,8 @@ def prepared_set(path: Path, task: VtabTask) -> PreparedSet:
 def samples(task: VtabTask, path: Path, split: str) -> Iterator[Sample]:
     """Yield the samples of a task's split, in the order of the rows.
 
-    Raises DataError if the folder holds a different set, if its size differs from the published one, or if a file is
-    damaged.
+    Raises DataError if the folder contains a different data set, if its size differs from the published one, or if a
+    file is damaged.
     """
     prepared = prepared_set(path, task)
     changed = Refusals()

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 LENGTH = struct.Struct("<QI")  # header of a record: its length and the checksum of the length
 CHECKSUM_BYTES = 4
-MOST_BYTES = 1 << 30  # limit for one record, because a damaged length could request any amount of memory
+MAX_BYTES = 1 << 30  # limit for one record, because a damaged length could request any amount of memory
 
 
 def records(file: IO[bytes], name: str) -> Iterator[bytes]:
     """Yield the records of an open file; raises DataError if the file ends within a record."""
     number = 0
     while header := file.read(LENGTH.size):
-        size = LENGTH.unpack(header)[0] if len(header) == LENGTH.size else MOST_BYTES + 1
-        content = file.read(size) if size <= MOST_BYTES else b""
+        size = LENGTH.unpack(header)[0] if len(header) == LENGTH.size else MAX_BYTES + 1
+        content = file.read(size) if size <= MAX_BYTES else b""
         checksum = file.read(CHECKSUM_BYTES)
         if len(content) != size or len(checksum) != CHECKSUM_BYTES:
             raise DataError(f"{name}: truncated or damaged in record {number:,}; prepare the set again")

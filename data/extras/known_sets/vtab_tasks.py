@@ -52,7 +52,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class VtabTask:
-    """A VTAB-1k task: its data set and parts, its number of classes, and the augmentations that preserve its labels."""
+    """A VTAB-1k task: its data set and parts, number of classes, and the augmentations that preserve its labels."""
 
     name: str
     group: Group

@@ -35,7 +35,7 @@ SIDES: tuple[Side, ...] = get_args(Side)
 
 @dataclass(frozen=True)
 class Compared:
-    """A data set that was part of the leak search."""
+    """A data set compared in the leak search."""
 
     path: str
     digest: str
@@ -65,7 +65,7 @@ class Leaks:
 
 
 def numbers_of(leaks: Leaks, index: Index, side: Side) -> set[int]:
-    """Return the indices of the compared sets on one side that equal the given set or its parent set."""
+    """Return the indices of the compared data sets on one side that equal the given data set or its parent."""
     sets: Sequence[Compared] = getattr(leaks, side)
     digests = {index.digest}
     if index.origin is not None:
@@ -74,10 +74,10 @@ def numbers_of(leaks: Leaks, index: Index, side: Side) -> set[int]:
 
 
 def in_pairs(leaks: Leaks, index: Index, side: Side) -> np.ndarray:
-    """Return a boolean array (N,): whether each sample of a set occurs on one side of a pair.
+    """Return a boolean array (N,): whether each sample of a data set occurs on one side of a pair.
 
-    `index` is a compared set, or a direct subset of one. If a shard contains a key twice, both samples are marked.
-    Raises DataError if leaks.json does not cover the set.
+    `index` is a compared data set, or a direct subset of one. If a shard contains a key twice, both samples are marked.
+    Raises DataError if leaks.json does not cover the data set.
     """
     numbers = numbers_of(leaks, index, side)
     if not numbers:

@@ -23,8 +23,8 @@ ALIKE = 0.78  # a pair is a candidate if the inner product is larger
 BLOCK = 512  # test images compared at once: 15 MB of products with 64 training images
 EDGE = 3  # pixels ignored along the edges of pictures, because their neighbourhood is unknown
 FINE = 0.8  # pixels; smaller details are encoding noise
-MOST_TURNED = 0.04  # radians of rotation, or the same amount of shear: 2.5 pixels from edge to edge
-MOST_SCALED = 1.5  # relative to the sides of the nearest crop; allows copies with different aspect ratios
+MAX_ROTATION = 0.04  # radians of rotation, or the same amount of shear: 2.5 pixels from edge to edge
+MAX_SCALING = 1.5  # relative to the sides of the nearest crop; allows copies with different aspect ratios
 COARSE = 4.0  # pixels; larger structures add nothing to the filter of `candidates`
 
 
@@ -35,8 +35,8 @@ class Candidate(NamedTuple):
     test: int
     is_whole_train: bool  # True: the training image in full and a crop of the test image; False: vice versa
     crop: int
-    is_synced: bool
-    alike: float
+    is_mirrored: bool
+    similarity: float
 
 
 class TestSignatures(NamedTuple):
@@ -56,31 +56,31 @@ def candidates(batch: np.ndarray, tests: TestSignatures) -> Iterator[Candidate]:
     images = len(crops)
     for start in range(0, len(tests.crops), BLOCK):
         block = tests.crops[start : start + BLOCK].astype(np.float32)
-        for is_synced in (False, True):
-            sign = MIRRORED if is_synced else np.float32(1)
+        for is_mirrored in (False, True):
+            sign = MIRRORED if is_mirrored else np.float32(1)
             # The full training image against every crop of the test images.
-            alike = (crops[:, 0] * sign) @ block.reshape(-1, COEFFICIENTS).T
-            for train, test, crop, value in best_of(alike.reshape(images, len(block), BOXES)):
-                yield Candidate(train, start + test, True, crop, is_synced, value)
+            similarities = (crops[:, 0] * sign) @ block.reshape(-1, COEFFICIENTS).T
+            for train, test, crop, value in best_of(similarities.reshape(images, len(block), BOXES)):
+                yield Candidate(train, start + test, True, crop, is_mirrored, value)
             # Every crop of the training images against the full test image.
-            alike = (block[:, 0] * sign) @ crops.reshape(-1, COEFFICIENTS).T
-            for test, train, crop, value in best_of(alike.reshape(len(block), images, BOXES)):
-                yield Candidate(train, start + test, False, crop, is_synced, value)
+            similarities = (block[:, 0] * sign) @ crops.reshape(-1, COEFFICIENTS).T
+            for test, train, crop, value in best_of(similarities.reshape(len(block), images, BOXES)):
+                yield Candidate(train, start + test, False, crop, is_mirrored, value)
 
 
-def best_of(alike: np.ndarray) -> Iterator[tuple[int, int, int, float]]:
+def best_of(similarities: np.ndarray) -> Iterator[tuple[int, int, int, float]]:
     """Yield (first, second, crop, value) with the most similar crop, for each pair of similar images."""
-    places = np.flatnonzero(alike > ALIKE)
+    places = np.flatnonzero(similarities > ALIKE)
     if len(places) == 0:
         return
-    values = alike.reshape(-1)[places]
+    values = similarities.reshape(-1)[places]
     pairs = places // BOXES
     # Sort by pair and then by decreasing similarity, so that the first entry of each pair is its best crop.
     order = np.lexsort((-values, pairs))
     _, firsts = np.unique(pairs[order], return_index=True)
     for place, value in zip(places[order][firsts].tolist(), values[order][firsts].tolist(), strict=True):
         pair, crop = divmod(place, BOXES)
-        first, second = divmod(pair, alike.shape[1])
+        first, second = divmod(pair, similarities.shape[1])
         yield first, second, crop, value
 
 
@@ -93,7 +93,7 @@ def likeness(candidate: Candidate, train: Signature, tests: TestSignatures) -> f
     else:
         whole, other = test_picture, train.picture
         y, x, height, width = boxes_of(train.proportion)[candidate.crop]
-    if candidate.is_synced:
+    if candidate.is_mirrored:
         whole = whole[:, ::-1]
     whole = np.ascontiguousarray(whole, np.float32)
     other = other.astype(np.float32)
@@ -113,9 +113,9 @@ def likeness(candidate: Candidate, train: Signature, tests: TestSignatures) -> f
 
     # Copies are cropped and resized, but not rotated or sheared, and have about the size of the box. With unlimited
     # rotation, the dark outline of one aeroplane would fit that of another.
-    is_straight = abs(fitting[0, 1]) < MOST_TURNED and abs(fitting[1, 0]) < MOST_TURNED
-    is_as_wide = 1 / MOST_SCALED < fitting[0, 0] / width < MOST_SCALED
-    is_as_high = 1 / MOST_SCALED < fitting[1, 1] / height < MOST_SCALED
+    is_straight = abs(fitting[0, 1]) < MAX_ROTATION and abs(fitting[1, 0]) < MAX_ROTATION
+    is_as_wide = 1 / MAX_SCALING < fitting[0, 0] / width < MAX_SCALING
+    is_as_high = 1 / MAX_SCALING < fitting[1, 1] / height < MAX_SCALING
     if not (is_straight and is_as_wide and is_as_high):
         fitting = begin
     moved = cv2.warpAffine(

@@ -17,8 +17,8 @@ from data.index.index import Index
 from data.remote.config import CacheConfig
 from data.shards.reader import ShardReader
 
-MOST_EXAMPLES = 5  # pairs listed in the summary
-MOST_SHOWN = 200  # pairs on the page, spread evenly over all distances
+MAX_EXAMPLES = 5  # pairs listed in the summary
+MAX_SHOWN = 200  # pairs on the page, spread evenly over all distances
 
 
 def lines(leaks: Leaks, train: Mapping[str, Index], test: Mapping[str, Index]) -> list[str]:
@@ -44,7 +44,7 @@ def lines(leaks: Leaks, train: Mapping[str, Index], test: Mapping[str, Index]) -
         report.append(
             f"{alike:,} of {own_pairs['compared']:,} pairs of different test images have similar low frequencies"
         )
-    for pair in leaks.pairs[:MOST_EXAMPLES]:
+    for pair in leaks.pairs[:MAX_EXAMPLES]:
         report.append(f"  {caption(pair)}")
     undecodable = counts["train_undecodable"] + counts["test_undecodable"]
     if undecodable or counts["train_flat"]:
@@ -68,7 +68,7 @@ def write_page(
     farthest_first = sorted(leaks.pairs, key=lambda pair: -pair.distance)
     # Show the least similar pairs first, because these need a human check. If there are too many pairs, show a sample
     # from the whole range of distances.
-    step = max(1, -(-len(farthest_first) // MOST_SHOWN))
+    step = max(1, -(-len(farthest_first) // MAX_SHOWN))
     shown = farthest_first[::step]
     train_readers = [ShardReader(index, cache=cache) for index in train.values()]
     test_readers = [ShardReader(index, cache=cache) for index in test.values()]

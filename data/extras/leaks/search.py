@@ -3,8 +3,8 @@
 `find_leaks` works in this order:
 1. `write_signatures` computes the signatures of all test images, one file per shard, and merges them into arrays that
    all processes map;
-2. `alike_among` measures how often different test images look similar. If this is frequent, similar pictures do not
-   prove a leak, and the search stops with an error;
+2. `similar_pairs_among` measures how often different test images look similar. If this is frequent, similar pictures do
+   not prove a leak, and the search stops with an error;
 3. worker processes take one training shard after another. `search_shard` reads each sample once, and reports a pair
    a. if its bytes equal those of a test image: exact;
    b. if it is a candidate and its picture fits the test image (data.extras.leaks.matching): perceptual;
@@ -48,8 +48,8 @@ from data.shards.reader import ShardReader, check_sizes
 VERSION = 2  # version of the signatures and their comparison; an interrupted search of another version restarts
 FITS = 0.88  # minimum likeness of a perceptual pair; at 1, only bytes and pixels are compared
 NEARLY_THE_SAME = 0.98  # minimum likeness to also compare decoded pixels, which a lossless re-encoding preserves
-MOST_ALIKE = 0.01  # largest accepted share of candidates among pairs of test images; photographs have 0.0002
-FEWEST_ALIKE = 10  # with fewer candidates, the share is not significant
+MAX_SIMILAR_SHARE = 0.01  # largest accepted share of candidates among pairs of test images; photographs have 0.0002
+MIN_SIMILAR = 10  # with fewer candidates, the share is not significant
 SAMPLED = 256  # test images compared with each other to measure the share
 BATCH = 64  # training images compared at once
 JOURNAL = "leaks.partial"
@@ -86,7 +86,7 @@ def matches_of(record: Sequence[Any]) -> ShardMatches:
 
 
 class Embeddings(NamedTuple):
-    """Pairs with similar features (pipeline.extras.leak_embedding), keyed by the `key_of` their training shards."""
+    """Pairs with similar features (pipeline.extras.leak_embedding), by the `key_of` of their training shards."""
 
     records: Mapping[str, ShardMatches]
     settings: Mapping[str, Any]
@@ -106,15 +106,16 @@ def find_leaks(
 ) -> Leaks:
     """Find the pairs of training and test samples with the same image, and write them to `output`/leaks.json.
 
-    `train` and `test` map the paths of sets to their indexes. `embeddings` adds pairs found by model features. With
-    `fits=1`, only bytes and pixels are compared. `report` is called with the number of finished training shards and the
-    number to search; `report_test` does the same for the test shards, which come first. An interrupted search resumes.
+    `train` and `test` map the paths of data sets to their indexes. `embeddings` adds pairs found by model features.
+    With `fits=1`, only bytes and pixels are compared. `report` is called with the number of finished training shards
+    and the number to search; `report_test` gets the same for the test shards, which come first. An interrupted search
+    resumes.
     Raises DataError if a shard is missing or has changed since indexing, or if the test images are too similar to each
     other to recognise copies by their pictures.
     """
     for path, index in (*train.items(), *test.items()):
         if index.samples == 0:
-            raise DataError(f"{path}: the set is empty\n  pack or index it again")
+            raise DataError(f"{path}: the data set is empty\n  pack or index it again")
     check_sizes([*train.values(), *test.values()])
     cache = cache or CacheConfig()
     output.mkdir(parents=True, exist_ok=True)
@@ -128,14 +129,14 @@ def find_leaks(
 
     # Measure on these test sets whether the search can distinguish copies from other images.
     if fits < 1:
-        alike, compared = alike_among(open_signatures(signatures).signatures)
+        alike, compared = similar_pairs_among(open_signatures(signatures).signatures)
         settings["test_pairs"] = {"alike": alike, "compared": compared}
         share = alike / max(compared, 1)
-        if alike >= FEWEST_ALIKE and share > MOST_ALIKE:
+        if alike >= MIN_SIMILAR and share > MAX_SIMILAR_SHARE:
             raise DataError(
                 f"{', '.join(test)}: {alike:,} of {compared:,} pairs of different test images have similar low "
                 f"frequencies ({share:.1%}), so copies cannot be recognised by their pictures\n"
-                f"  expected at most {MOST_ALIKE:.0%}; photographs have 0.02 %\n"
+                f"  expected at most {MAX_SIMILAR_SHARE:.0%}; photographs have 0.02 %\n"
                 f"  to compare only bytes and pixels, add --fits 1 to the command"
             )
 
@@ -271,7 +272,7 @@ def open_signatures(folder: Path) -> TestImages:
     return TestImages(TestSignatures(**arrays), by_bytes, by_pixels)
 
 
-def alike_among(tests: TestSignatures) -> tuple[int, int]:
+def similar_pairs_among(tests: TestSignatures) -> tuple[int, int]:
     """Return the number of candidates among all pairs of SAMPLED random test images, and the number of pairs."""
     has_structure = np.flatnonzero(tests.crops[:, 0].any(axis=1))
     # Draw at random and not at equal distances: in a periodic set, equal distances would select similar images.
@@ -364,7 +365,7 @@ def document(
     bad: int,
     settings: Mapping[str, Any],
 ) -> Leaks:
-    """Build the leaks document, in which samples are named by shard and key."""
+    """Build the contents of leaks.json, in which each sample is identified by its shard and key."""
     wanted: set[int] = set()
     for record in records.values():
         for match in record.matches:

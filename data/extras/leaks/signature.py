@@ -35,7 +35,7 @@ EVALUATED = 0.875  # side of evaluation's crop relative to the central square: 2
 FLAT = 2.0  # grey levels; an image with a smaller standard deviation cannot be recognised by its structure
 OF_ONE_COLOUR = 8  # grey levels by which the pixels of a uniform border may deviate from their median
 SPECKS = 0.02  # share of a border's pixels that may deviate more, because of compression noise
-LEAST_LEFT = 0.25  # relative to each side; if trimming would leave less, the image is not trimmed
+MIN_REMAINING = 0.25  # relative to each side; if trimming would leave less, the image is not trimmed
 FLOOR = 1.0  # shorter vectors are noise: they are divided by this length, and so stay shorter than 1
 
 
@@ -101,7 +101,7 @@ def trimmed(grey: np.ndarray) -> np.ndarray:
             first = border_lines(lines)
             last = len(lines) - border_lines(lines[::-1])
             if first > 0 or last < len(lines):
-                if last - first < LEAST_LEFT * grey.shape[axis]:
+                if last - first < MIN_REMAINING * grey.shape[axis]:
                     return grey
                 is_smaller = True
             if axis == 0:
@@ -147,7 +147,7 @@ def intervals(scale: float) -> list[tuple[float, float]]:
 
 
 def evaluation_boxes(proportion: float) -> list[Crop]:
-    """Return the two evaluation crops for an aspect ratio (width / height): the central square, and EVALUATED of it."""
+    """Return the evaluation crops for an aspect ratio (width / height): the central square, and 87.5 % of its side."""
     height = min(1.0, proportion)
     width = min(1.0, 1 / proportion)
     boxes = []

@@ -71,7 +71,7 @@ class Member:
     archive: str  # name of the archive in messages
 
     def read(self, most: int = MAX_BYTES) -> bytes:
-        """Return the full content; raises DataError if it is damaged, or has more than `most` bytes.
+        """Return the member's full content; raises DataError if it is damaged or larger than `most` bytes.
 
         The limit protects against decompression bombs: a few compressed megabytes may expand to gigabytes.
         """
@@ -84,7 +84,7 @@ class Member:
         return content
 
     def start(self, most: int) -> bytes:
-        """Return at most `most` bytes from the start of the content; raises DataError if they are damaged."""
+        """Return up to `most` bytes from the start of the member's content; raises DataError if they are damaged."""
         with naming_damage(f"{self.archive}: {printable(self.name)}"), self.opened() as file:
             return file.read(most)
 

@@ -1,5 +1,7 @@
 """Read samples from tables: image paths and labels in a CSV or Parquet file, or Parquet files with embedded images.
 
+Parquet files with images may be on the Hugging Face Hub (remote_files.py).
+
 The labels are class ids or class names. Class names are numbered in alphabetical order.
 
     path,label
@@ -14,11 +16,13 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from data.checks import printable
 from data.errors import DataError
+from data.extras.sources.remote_files import RemoteParquet, remote_parquet
 from data.index.names import NO_NAMES, Names, NoLabel, agreed_names, ids_of, parse_labels, preview
 from data.sources.folders import ListedFile, files_of, read_files
 from data.sources.samples import Sample, kind_of
@@ -131,7 +135,7 @@ def json_lines(path: Path) -> list[dict[str, object]]:
     return rows
 
 
-def classes_in(path: Path, labels: Iterable[object]) -> Names:
+def classes_in(path: Path | RemoteParquet, labels: Iterable[object]) -> Names:
     """Return the sorted class names in a column of labels; an empty tuple if all labels are ids.
 
     Raises DataError if the column contains both names and ids.
@@ -178,11 +182,11 @@ class ImageParquet:
     Raises DataError if pyarrow cannot read the file, or if a column is missing.
     """
 
-    def __init__(self, path: Path, *, unlabelled: bool = False):
+    def __init__(self, path: Path | RemoteParquet, *, unlabelled: bool = False):
         from pyarrow import parquet
 
-        with naming_parquet(path):
-            schema = parquet.read_schema(path)
+        with naming_parquet(path), opened(path) as file:
+            schema = parquet.read_schema(file)
         image_column = first_of(IMAGE_COLUMNS, schema.names)
         label_column = first_of(LABEL_COLUMNS, schema.names) or ""
         is_unusable = not image_column or not (label_column or unlabelled)
@@ -206,10 +210,27 @@ class ImageParquet:
         """Yield the rows as dictionaries with the given columns."""
         from pyarrow import parquet
 
-        with naming_parquet(self.path):
+        with naming_parquet(self.path), opened(self.path, whole=self.image_column in columns) as file:
             # Read a few rows at a time, because the images of a file may not fit into memory.
-            for batch in parquet.ParquetFile(self.path).iter_batches(256, columns=columns):
+            for batch in parquet.ParquetFile(file).iter_batches(256, columns=columns):
                 yield from batch.to_pylist()
+
+
+@contextmanager
+def opened(path: Path | RemoteParquet, *, whole: bool = False) -> Iterator[Path | BufferedReader]:
+    """Context manager that yields a local path, or an open file if it is remote; `whole`: downloaded first."""
+    if isinstance(path, Path):
+        yield path
+        return
+    with path.downloaded() if whole else path.by_range() as file:
+        yield file
+
+
+def parquet_files(source: str | os.PathLike[str]) -> Sequence[Path | RemoteParquet]:
+    """Return the Parquet files of a folder, pattern or URL; raises DataError if there are none."""
+    if "://" in str(source):
+        return remote_parquet(str(source))
+    return files_of(source, "*.parquet")
 
 
 def image_parquet(source: str | os.PathLike[str], *, unlabelled: bool = False) -> Iterator[Sample]:
@@ -220,7 +241,7 @@ def image_parquet(source: str | os.PathLike[str], *, unlabelled: bool = False) -
     column is missing, if an image is not embedded, or if a label is invalid.
     """
     ids: Mapping[str, int] | None = NO_NAMES if unlabelled else None
-    for path in files_of(source, "*.parquet"):
+    for path in parquet_files(source):
         file = ImageParquet(path, unlabelled=unlabelled)
         columns = [file.image_column] if unlabelled else [file.image_column, file.label_column]
         if ids is None:
@@ -256,7 +277,7 @@ def parquet_classes(source: str | os.PathLike[str]) -> Names:
     """
     files = []
     described = []
-    for path in files_of(source, "*.parquet"):
+    for path in parquet_files(source):
         file = ImageParquet(path)
         files.append(file)
         described.append((str(path), file.names))
@@ -271,7 +292,7 @@ def parquet_classes(source: str | os.PathLike[str]) -> Names:
 
 
 @contextmanager
-def naming_parquet(path: Path) -> Iterator[None]:
+def naming_parquet(path: Path | RemoteParquet) -> Iterator[None]:
     """Convert errors from pyarrow to DataError with the name of the file."""
     from pyarrow import ArrowException
 

@@ -51,7 +51,7 @@ TOO_LARGE = "image file too large"  # the same message as in `data.images.decode
 def tars(
     source: str | os.PathLike[str] | Sequence[str], ids: Mapping[str, int] = NO_NAMES, *, unlabelled: bool = False
 ) -> Iterator[Sample]:
-    """Yield the samples of WebDataset tars, including those of img2dataset with a `label` in the .json.
+    """Yield the samples of WebDataset tars, including tars from img2dataset with a `label` in the .json.
 
     `ids` maps class names in labels to ids. Samples without an image or without a label are excluded, and a warning
     gives their number. With `unlabelled=True`, labels are ignored. Raises DataError if no sample has both an image and
@@ -114,7 +114,7 @@ def tars(
 
 
 def paths_of(source: str | os.PathLike[str] | Sequence[str]) -> list[Path]:
-    """Return the tars in a folder, pattern or list; a folder's compressed tars only if it has no uncompressed ones.
+    """Return the tars in a folder or list, or matching a pattern; compressed ones only if a folder has no others.
 
     Raises DataError if there are no tars, or if some tars in a folder would be ignored.
     """
@@ -238,6 +238,6 @@ def compressed_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
 
 
 def key_of(member: Member) -> bytes | None:
-    """Return the key of the sample that a member belongs to; None if its name contains a folder `..`."""
+    """Return the key of the sample to which a member belongs; None if the member's path contains `..`."""
     name = normal_name(member.name.encode("utf-8", "surrogateescape"))
     return None if name is None else split_name(name)[0]

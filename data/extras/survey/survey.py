@@ -11,7 +11,7 @@ The content of a path is recognised in this order, and the first match wins:
    without classes.
 
 The counts come from tar headers, label columns and file names. Only the headers of a few hundred images, evenly spread
-over the set, are read.
+over the data set, are read.
 """
 
 from __future__ import annotations
@@ -43,12 +43,20 @@ from data.extras.sources.tables import (
     table_columns,
     table_entries,
 )
+from data.extras.survey.leaves import write_leaf_table
 from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.names import NO_NAMES, PAIRS, NoLabel, are_pairs, gap_in_ids, ids_of, parse_labels, preview
 from data.index.shard import COMPRESSED, IMAGES, is_image
 from data.index.tar import DOTTED, first_part, mapped, walk
-from data.sources.folders import files_of, images_below, keys_of, refuse_loop
+from data.sources.folders import (
+    files_of,
+    images_below,
+    keys_of,
+    merged_folders,
+    refuse_loop,
+    sub_folders_with_images,
+)
 from data.sources.numbering import check_unicode_forms
 from data.walk import HIDDEN, SYSTEM_FOLDERS, class_folders_in, matching
 
@@ -57,7 +65,7 @@ TRAIN = ("train", "training")
 TEST = ("val", "validation", "valid", "test", "testing", "eval", "dev")
 OPENED = 256  # images whose headers are read
 KEPT = 32  # images whose bytes are kept, to measure the decoding speed
-MOST_NAMED = 5  # file types named in a note
+MAX_NAMED = 5  # file types named in a note
 WORD = re.compile(r"[a-z]+")  # words of a lower-case file name: cifar10-train-000.tar has cifar, train, tar
 # Original file name → source, splits to train and to evaluate on, and approximate shorter side of an image in pixels.
 KNOWN = {
@@ -96,7 +104,7 @@ class FoundSet:
 
     @property
     def classes(self) -> int:
-        """Number of outputs of a classifier for this set; 0 without labels."""
+        """Number of outputs of a classifier for these images; 0 without labels."""
         if self.are_ids:
             return max(map(int, self.class_counts), default=-1) + 1
         return len(self.class_counts)
@@ -179,11 +187,12 @@ class Sets:
         return max(1, round(self.train.images * (100 - self.held_out) / 100))
 
 
-def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
+def survey(place: str, *, unlabelled: bool = False, leaf_tables: str | None = None, report: Report) -> Sets:
     """Return the training set, and the evaluation set if there is one, found at a path.
 
-    With `unlabelled=True`, labels are ignored and there is no evaluation set. Raises DataError if there are no images,
-    or if their format is not supported.
+    With `unlabelled=True`, labels are ignored and there is no evaluation set. With `leaf_tables`, each innermost folder
+    is a class: the images are listed in the tables `{leaf_tables}-train.csv` and, if there is an evaluation set,
+    `{leaf_tables}-test.csv`. Raises DataError if there are no images, or if their format is not supported.
     """
     if "://" in place:
         raise DataError(
@@ -194,6 +203,10 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
     if known is not None:
         return known
     train_place, test_place = parts_of(place)
+    if leaf_tables is not None:
+        train_place = write_leaf_table(train_place, f"{leaf_tables}-train.csv")
+        if test_place is not None:
+            test_place = write_leaf_table(test_place, f"{leaf_tables}-test.csv")
     train = inspect(train_place, unlabelled, report)
     if train.images == 0:
         others = "".join(f"\n  {note}" for note in train.notes)
@@ -387,7 +400,7 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
 
 
 def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
-    """Return the statistics of the set at a path; raises DataError if it has no supported format."""
+    """Return the statistics of the images at a path; raises DataError if their format is not supported."""
     path = Path(place)
     if path.is_dir():
         if len(list(path.glob(f"[!.]*{SUFFIX}"))) == 1 and not unlabelled:
@@ -414,11 +427,12 @@ def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
 
 
 def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
-    """Inspect a folder that has one sub-folder of images per class, or that contains unlabelled images."""
+    """Inspect a folder with one sub-folder of images per class, or a folder of unlabelled images."""
     image_set = FoundSet("folder", str(root))
     skipped: Counter[str] = Counter()
     paths: list[Path] = []
     empty = []
+    sub_folders: dict[str, list[str]] = {}
     for name in class_folders_in(root, skipped):
         folder = root / name
         refuse_loop(folder)
@@ -428,6 +442,7 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
             continue
         paths += below
         image_set.class_counts[folder.name] = len(below)
+        sub_folders[folder.name] = sub_folders_with_images(folder, below)
         report(len(paths))
     here = [path for path in sorted(root.glob("[!.]*")) if path.is_file() and is_image(path)]
     if unlabelled or not image_set.class_counts:
@@ -443,6 +458,9 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
             )
         if here:
             image_set.notes.append(f"{len(here):,} images outside the class folders are excluded, first {here[0].name}")
+        merged = merged_folders(sub_folders)
+        if merged:
+            image_set.notes.append(f"{merged}; to make a class of each innermost folder, add --leaf-classes")
     image_set.images = len(paths)
     keys_of([str(path.relative_to(root)) for path in paths])  # raises the error of packing
     alike = len(image_set.class_counts) - len(set(map(str.lower, image_set.class_counts)))
@@ -457,7 +475,7 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     if not paths:
         skipped.update(file.suffix or file.name for file in root.glob("[!.]*") if file.is_file())
     if skipped:
-        kinds = ", ".join(f"{count:,} × {printable(kind)}" for kind, count in skipped.most_common(MOST_NAMED))
+        kinds = ", ".join(f"{count:,} × {printable(kind)}" for kind, count in skipped.most_common(MAX_NAMED))
         image_set.notes.append(f"{kinds}: excluded, because they are not {', '.join(IMAGES)}")
     image_set.open_some(list(zip(paths, repeat(0), repeat(-1), strict=False)))
     return image_set
@@ -585,7 +603,7 @@ def inspect_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
 
 
 def inspect_index(folder: Path, report: Report) -> FoundSet:
-    """Inspect a packed or indexed set."""
+    """Inspect a packed or indexed data set."""
     index = load_index(folder)
     image_set = FoundSet("index", str(folder), index.samples, are_ids=not index.names)
     for label, count in enumerate(index.class_counts):

@@ -1,1 +1,1 @@
-"""Visualize trained weights: attention maps and distances, patch filters, position embeddings."""
+"""Visualise trained weights: attention maps and distances, patch filters, position embeddings."""

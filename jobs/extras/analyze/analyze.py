@@ -29,13 +29,14 @@ from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from jobs.extras.conversion import load, verify
 from jobs.extras.given_images import encoded_images
-from jobs.terminal import ProgressMeter, activity
+from jobs.progress import ProgressMeter
+from jobs.terminal import activity
 from models.catalog import normalise
 from models.configs import ViTConfig
 from models.extras import analysis
 from models.positions import ADDED
 
-SHOWN = 8  # images in attention.png
+MAX_IMAGES = 8  # images in attention.png
 COMPONENTS = 28  # filters in figure 7
 POSITION_LABELS = 14  # maximum number of labels on an axis of the position maps
 
@@ -51,7 +52,7 @@ class AttentionMaps:
 
 @dataclass(frozen=True)
 class Features:
-    """Features computed from the weights only; each is None if the model does not have the corresponding layer."""
+    """Features computed from the weights only; each is None if the model lacks the corresponding layer."""
 
     position_similarity: Tensor | None  # (rows, columns, rows, columns), cosine
     components: Tensor | None  # (COMPONENTS, 3, height, width) of a patch filter
@@ -59,7 +60,7 @@ class Features:
 
 
 def analyze(weights: str, paths: list[str], output: str, limit: int) -> dict[str, Any]:
-    """Analyze weights on images; write figures and numbers, and return a summary.
+    """Analyse weights on images; write figures and numbers, and return a summary.
 
     Raises UsageError if the model is not a ViT, DataError if no image can be read.
     """
@@ -104,7 +105,7 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> dict[str
         name, reason = next(iter(bad.items()))
         lines.append(f"skipped {len(bad)} unreadable images; the first is {name}: {reason}")
     size = f"{config.image_size[0]}×{config.image_size[1]}"
-    lines.append(f"analyzed {len(images)} images of {size} px across {config.depth} layers")
+    lines.append(f"analysed {len(images)} images of {size} px across {config.depth} layers")
     lines.append(f"mean attention distance {reach[0]:.1f} px in the first layer, {reach[-1]:.1f} px in the last")
     lines.append(f"written  {folder}/attention.png  inside.png  analysis.json")
     return {
@@ -127,7 +128,7 @@ def device() -> torch.device:
 def read_images(
     paths: list[str], size: tuple[int, int], limit: int, bad: dict[str, str]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name and the pixels at `size`, (height, width, 3) uint8, of each image; add errors to `bad` by name."""
+    """Yield each image's name and pixels, (height, width, 3) uint8 at `size`; add errors to `bad` by name."""
     for name, encoded in encoded_images(paths, limit):
         try:
             yield name, preprocess(decode(encoded), f"resize({size})")
@@ -136,7 +137,7 @@ def read_images(
 
 
 def attention_of(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) -> AttentionMaps:
-    """Compute attention maps and distances one image at a time; L/16 at 384 px needs half a gigabyte per image."""
+    """Compute attention maps and distances, one image at a time: L/16 at 384 px needs half a gigabyte per image."""
     maps = []
     distances = []
     renormalised = []
@@ -176,8 +177,8 @@ def rounded(tensor: Tensor | None) -> object:
 
 
 def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> None:
-    """Draw figure 6: each image next to a copy that is darkened outside the attended regions."""
-    shown = list(images.values())[:SHOWN]
+    """Draw figure 6: each image next to a copy darkened outside the attended regions."""
+    shown = list(images.values())[:MAX_IMAGES]
     height, width = shown[0].shape[:2]
     # All images have the model's input size.
     row_height = 2 * height / width  # inches; the two columns are four inches wide in total
@@ -227,19 +228,19 @@ def draw_features(features: Features, distance: Tensor, path: Path) -> None:
 
 
 def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> None:
-    """Draw, as a grid of maps with gaps, the similarity of each position to all positions."""
+    """Draw the similarity of each position to all positions as a grid of maps with gaps."""
     axes.set_title("Position embedding similarity")
     if similarity is None:
         axes.text(0.5, 0.5, "the model has no added position embeddings", ha="center")
         axes.set_axis_off()
         return
-    # Separate neighboring maps by a line of NaN, which imshow leaves white.
+    # Separate neighbouring maps by a line of NaN, which imshow leaves white.
     rows, columns = similarity.shape[:2]
     framed = F.pad(similarity.double(), (0, 1, 0, 1), value=float("nan"))  # (rows, columns, rows + 1, columns + 1)
     # (rows, columns, rows + 1, columns + 1) → one image, without the NaN after the last row and column.
     picture = framed.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[:-1, :-1]
     drawn = axes.imshow(picture.numpy(), vmin=-1, vmax=1, interpolation="nearest")
-    # Put a tick in the middle of every n-th map, labeled with the map's number starting from 1.
+    # Put a tick in the middle of every n-th map, labelled with the map's number, starting from 1.
     for count, set_ticks in ((columns, axes.set_xticks), (rows, axes.set_yticks)):
         # Round up. A map is `count` wide and is followed by one line of NaN.
         every = -(-count // POSITION_LABELS)
@@ -251,7 +252,7 @@ def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> Non
 
 
 def tiled(components: Tensor, columns: int = 7) -> np.ndarray:
-    """Arrange filters (count, 3, h, w) in one image with white gaps, each scaled to the full colour range."""
+    """Arrange filters (count, 3, h, w) in one image with white gaps; scale each filter to the full colour range."""
     # Filters have no natural scale, so show each from its smallest value (black) to its largest.
     low = components.amin((1, 2, 3), keepdim=True)
     high = components.amax((1, 2, 3), keepdim=True)

@@ -1,4 +1,4 @@
-"""`patchline analyze`."""
+"""The command `patchline analyze`, with its arguments and options."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ Images = Annotated[list[str], typer.Argument(help="Image files, folders of image
 Output = Annotated[str, typer.Option(metavar="DIR", help="Folder for the figures and numbers.")]
 Limit = Annotated[
     int,
-    typer.Option(min=1, help="Maximum number of images, chosen evenly over the file names; the paper uses 128."),
+    typer.Option(min=1, help="Maximum number of images, selected evenly across the file names; the paper uses 128."),
 ]
 
 

@@ -27,7 +27,7 @@ class AsyncEvaluationExtra(TrainingExtra):
     config = compose(AsyncConfig, SpikeConfig)
 
     def hooks(self, cfg: SpareConfig, context: Context) -> HookOptions:  # type: ignore[override]
-        """Return the hooks for the keys in use, and for evaluation requests and masks left by earlier attempts."""
+        """Return the hooks for the keys in use, and for requests and masked samples left by earlier attempts."""
         hooks: dict[str, dict[str, object]] = {}
         has_requests = (context.directory / EVALUATIONS).exists()
         if getattr(cfg, "evaluate_on", "training") == "spare" or has_requests:

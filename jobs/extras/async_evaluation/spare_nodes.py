@@ -10,11 +10,11 @@ from jobs.cluster.ray_nodes import RayNodes
 from jobs.cluster.ray_places import Reservation, without_nodes
 
 BORROW_S = 5.0  # time for Ray to place a bundle that seems to fit
-BORROW_LOOK_S = 1.0  # interval between checks whether other jobs need the borrowed resources
+BORROW_CHECK_S = 1.0  # interval between checks whether other jobs need the borrowed resources
 
 
 class SpareBundle(RayNodes):
-    """Resources for one spare worker, borrowed as long as no other job is waiting for them.
+    """Resources for one spare worker, borrowed until another job waits for them.
 
     After training, the resources of the training workers are kept for the next stage; until that stage starts, a spare
     worker can use them.
@@ -28,7 +28,7 @@ class SpareBundle(RayNodes):
         self.next_look = 0.0
 
     def is_free(self) -> bool:
-        """Return whether a node that is not draining has room, and no other job is waiting for resources."""
+        """Return whether a non-draining node has room, and no other job is waiting for resources."""
         if self.has_training_ended and self.training.reservation is not None:
             return True
         free = self.training.state().staying
@@ -36,15 +36,15 @@ class SpareBundle(RayNodes):
             free.pop(node, None)
         return room_for(self.share, free) >= 1 and not self.training.has_pending_requests()
 
-    def is_wanted(self) -> bool:
+    def is_needed_elsewhere(self) -> bool:
         """Return whether another job is waiting for the borrowed resources; query Ray at most once a second."""
         if not self.training.borrowed or time.monotonic() < self.next_look:
             return False
-        self.next_look = time.monotonic() + BORROW_LOOK_S
+        self.next_look = time.monotonic() + BORROW_CHECK_S
         return self.training.has_pending_requests()
 
     def take(self) -> bool:
-        """Take over the resources of a finished training, or reserve others; return False if that takes too long."""
+        """Take training's resources if training has ended; otherwise, reserve others. Return False after a timeout."""
         if self.has_training_ended and self.training.reservation is not None:
             self.reservation = self.training.reservation
             return True
@@ -58,10 +58,10 @@ class SpareBundle(RayNodes):
         self.training.borrowed.append(self.reservation)
         if group.wait(timeout_seconds=BORROW_S):
             return True
-        self.give_back()
+        self.release_borrowed()
         return False
 
-    def give_back(self) -> None:
+    def release_borrowed(self) -> None:
         """Release the borrowed resources, if any."""
         self.reservation = None
         while self.training.borrowed:

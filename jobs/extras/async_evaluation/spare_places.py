@@ -36,7 +36,7 @@ class SpareCore(ThisMachine):
     """
 
     def __init__(self, cluster: ClusterConfig, world: int, busy_cores: int) -> None:
-        """Record what training uses on this machine: `world` workers, which keep `busy_cores` cores busy."""
+        """Store how training uses this machine: `world` workers keep `busy_cores` cores busy."""
         super().__init__(cluster)
         self.busy_cores = busy_cores
         self.gpus_in_use = world * cluster.gpus_per_worker
@@ -51,15 +51,15 @@ class SpareCore(ThisMachine):
         gpus = self.cluster.gpus_per_worker
         return not gpus or self.gpus_present()[0] >= self.gpus_in_use + gpus
 
-    def is_wanted(self) -> bool:
-        """Return False: no other command is waiting for the resources, because commands are unaware of each other."""
+    def is_needed_elsewhere(self) -> bool:
+        """Return False: commands on a machine are unaware of each other, so none waits for the resources."""
         return False
 
     def take(self) -> bool:
         """Reserve the resources; this always succeeds, because no other command reserves them."""
         return True
 
-    def give_back(self) -> None:
+    def release_borrowed(self) -> None:
         """Release the resources."""
 
     def close(self) -> None:

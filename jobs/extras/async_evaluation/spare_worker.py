@@ -68,11 +68,11 @@ class Ended(Exception):
 
 
 class NoPlace(Exception):
-    """Raised if the resources are not available or no longer available."""
+    """Raised if the spare resources are not available, or no longer available."""
 
 
 class SpareWorker:
-    """Evaluates a stage's commits and searches for the causes of loss spikes, across all attempts."""
+    """Evaluates a stage's checkpoints and searches for the causes of loss spikes, across all attempts."""
 
     def __init__(self, cfg: TrainConfig, context: Context) -> None:
         self.cfg = cfg
@@ -80,18 +80,18 @@ class SpareWorker:
         self.stage = context.directory
         self.place: SparePlace | None = None  # kept for all attempts, because its agent has imported torch
         self.deaths: Counter[int] = Counter()  # step → number of workers that died while evaluating it
-        self.is_given_up = False  # whether workers have died too often
+        self.has_given_up = False  # whether workers have died too often
         self.number = 0  # number of evaluations and searches that this command has started
         self.running: int | None = None  # step being evaluated; None during a search or while idle
         self.has_ended = threading.Event()  # set at the end of the attempt or of the wait for the last evaluations
         self.training_has_ended = False
         self.thread = threading.Thread()
         self.next_poll = 0.0
-        self.trouble = ""  # last logged problem
+        self.problem = ""  # the problem logged last
 
     @contextmanager
     def during_attempt(self, task: Task, attempt_folder: Path, cluster: ClusterConfig) -> Iterator[None]:
-        """Evaluate commits and search for the causes of spikes while an attempt runs."""
+        """Evaluate checkpoints and search for the causes of spikes while an attempt runs."""
         self.task = task
         self.attempt_folder = attempt_folder
         self.cluster = dataclasses.replace(cluster, workers=1)
@@ -123,7 +123,7 @@ class SpareWorker:
             self.thread.join(END_S)
 
     def finish(self) -> None:
-        """Wait until every requested step has been evaluated, and report the results.
+        """Wait until all requested steps have been evaluated, and report the results.
 
         Raises Preempted if a stop is requested.
         """
@@ -157,14 +157,14 @@ class SpareWorker:
             self.put_outcome(step, {"error": "training has ended"}, "search cancelled because training has ended")
         if getattr(self.cfg, "evaluate_on", "training") == "training":
             return
-        # Delete checkpoints that were kept only for pending evaluations.
+        # Delete checkpoints kept only for pending evaluations.
         try:
             self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, requested_steps(self.stage))
         except OSError as error:
             self.context.log(f"could not delete old checkpoints: {error}")
 
     def report_records(self) -> None:
-        """Report the results that rank 0 had not reported when it ended."""
+        """Report the results that rank 0 had not reported before it exited."""
         attempt = int(self.attempt_folder.name.rpartition("-")[2])
         if async_evaluation.records(self.stage):
             telemetry = Telemetry(self.stage, 0, attempt)
@@ -181,17 +181,17 @@ class SpareWorker:
     def watch(self, has_ended: threading.Event) -> None:
         """Poll every second until the attempt has ended or, after training, until no request is left."""
         while not has_ended.is_set():
-            trouble = ""
+            problem = ""
             try:
                 self.poll()
                 if self.training_has_ended and not requested_steps(self.stage):
                     return
             except Exception as error:
                 # Ray's head may be down, or the disk full; the next poll retries.
-                trouble = f"evaluation during training is paused: {type(error).__name__}: {error}"
-            if trouble not in ("", self.trouble) and not has_ended.is_set():
-                self.context.log(trouble)
-            self.trouble = trouble or self.trouble
+                problem = f"evaluation during training is paused: {type(error).__name__}: {error}"
+            if problem not in ("", self.problem) and not has_ended.is_set():
+                self.context.log(problem)
+            self.problem = problem or self.problem
             has_ended.wait(WAIT_POLL_S if self.training_has_ended else POLL_S)
 
     def poll(self) -> None:
@@ -202,20 +202,20 @@ class SpareWorker:
         if self.has_ended.is_set():
             return
         offer = self.attempt_folder / async_evaluation.SPARE_FILE
-        if is_free and not self.is_given_up:
+        if is_free and not self.has_given_up:
             offer.touch()
         else:
             offer.unlink(missing_ok=True)
         waiting = self.waiting(at_most=2)
         spikes = self.spikes()
         # After giving up, requests are retried only when training has ended.
-        if waiting and is_free and (self.training_has_ended or not self.is_given_up):
+        if waiting and is_free and (self.training_has_ended or not self.has_given_up):
             self.evaluate(waiting[0])
         elif spikes and is_free and not self.training_has_ended:
             self.search(spikes[0])
 
     def waiting(self, at_most: int) -> list[int]:
-        """Return the committed steps with evaluation requests, oldest first; skip all except the newest `at_most`."""
+        """Return the committed steps with evaluation requests, oldest first; skip all but the newest `at_most`."""
         steps = {step_of(folder) for folder in committed(self.stage / "checkpoints")}
         newest = max(steps, default=-1)
         waiting = []
@@ -242,7 +242,7 @@ class SpareWorker:
         self.running = step
         # 2. Run the worker.
         try:
-            outcome, failure = self.run_there(f"evaluate step {step}", evaluate_nicely, task, folder)
+            outcome, failure = self.run_on_spare(f"evaluate step {step}", evaluate_at_low_priority, task, folder)
         finally:
             self.running = None
         if outcome is not None:
@@ -269,7 +269,7 @@ class SpareWorker:
         if failure.exit_code is not None:
             values["exit_code"] = int(failure.exit_code)
         else:
-            self.is_given_up = True
+            self.has_given_up = True
             line += "; the training workers evaluate the next steps"
         async_evaluation.put_record(self.stage, step, {"kind": "evaluate_failed", "values": values, "line": line})
 
@@ -285,7 +285,7 @@ class SpareWorker:
         return steps
 
     def search(self, step: int) -> None:
-        """Search for the cause of a spike and store the result; keep the request if others need the resources."""
+        """Search for the cause of a spike and store the result; keep the request if another job needs the resources."""
         # 1. Prepare the stage as for a replay: a separate run with the commit before the step.
         request = artifacts.read_record(self.stage / SEARCHES / f"step-{step:010d}.requested")
         run = self.stage / SEARCHES / f"step-{step:010d}"
@@ -295,7 +295,7 @@ class SpareWorker:
         claim.touch()
         directory = run / self.stage.name
         folder = attempt_folder(directory, self.number)
-        shutil.rmtree(folder, ignore_errors=True)  # left by a command that was killed during the search
+        shutil.rmtree(folder, ignore_errors=True)  # left by a command killed during the search
         folder.mkdir(parents=True)
         # Mask samples found by earlier searches, so that a sample that caused several spikes is found only once.
         masked = [[0, *sample["range"]] for sample in culprit_samples(self.stage)]
@@ -306,7 +306,7 @@ class SpareWorker:
 
         # 2. Run the search.
         self.context.log(f"step {step}: searching for the cause of its spike on a spare worker")
-        outcome, failure = self.run_there(f"step {step}: search", search_nicely, task, folder)
+        outcome, failure = self.run_on_spare(f"step {step}: search", search_at_low_priority, task, folder)
         if failure is not None:
             line = f"the spike search on a spare worker FAILED ({one_line(failure.cause)}); no samples are masked"
             self.put_outcome(step, {**request, "error": failure.cause}, line)
@@ -335,7 +335,7 @@ class SpareWorker:
         shutil.rmtree(run, ignore_errors=True)
         self.context.log(f"step {step}: {line}")
 
-    def run_there(
+    def run_on_spare(
         self, what: str, function: WorkerFunction, task: Task, folder: Path
     ) -> tuple[dict[str, Any] | None, WorkerGroupError | None]:
         """Run a worker on the spare resources until it finishes, another job needs the resources, or the attempt ends.
@@ -358,7 +358,7 @@ class SpareWorker:
         except WorkerGroupError as error:
             return None, error
         finally:
-            self.place.give_back()
+            self.place.release_borrowed()
 
     def poll_worker(self, group: WorkerGroup, watch: Watch) -> None:
         """Check the worker, and skip the oldest evaluation requests if there are too many.
@@ -368,9 +368,9 @@ class SpareWorker:
         assert self.place is not None
         if self.has_ended.is_set() or (self.training_has_ended and self.running is None):
             raise Ended
-        if self.place.is_wanted():
+        if self.place.is_needed_elsewhere():
             raise NoPlace("another job needs the resources")
-        stuck = watch.find_stall(group.places(), group.is_frozen)
+        stuck = watch.find_stall(group.phases(), group.is_frozen)
         if stuck is not None:
             raise group.evidence().silent_failure(stuck.rank, stuck.cause)
         if time.monotonic() > self.next_poll:
@@ -378,14 +378,14 @@ class SpareWorker:
             self.waiting(at_most=1)
 
 
-def evaluate_nicely(task: Task) -> object:
-    """Evaluate a checkpoint at the lowest CPU priority; the function that the spare worker runs."""
+def evaluate_at_low_priority(task: Task) -> object:
+    """Evaluate a checkpoint at the lowest CPU priority; runs on the spare worker."""
     # On a shared machine, the evaluation could otherwise slow down training.
     os.nice(NICE)
     return evaluate_commit(task)
 
 
-def search_nicely(task: Task) -> object:
-    """Search for the cause of a spike at the lowest CPU priority; the function that the spare worker runs."""
+def search_at_low_priority(task: Task) -> object:
+    """Search for the cause of a spike at the lowest CPU priority; runs on the spare worker."""
     os.nice(NICE)
     return search(task)

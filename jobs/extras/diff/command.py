@@ -1,4 +1,4 @@
-"""`patchline diff`."""
+"""The command `patchline diff`, with its arguments and options."""
 
 from typing import Annotated
 
@@ -16,7 +16,7 @@ def diff(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides of OTHER.")] = None,
     _debug: Debug = False,
 ) -> Answer:
-    """List differences that affect training or evaluation, largest effect first, with the values in the ViT paper."""
+    """List differences that affect training or evaluation, largest effect first, with the ViT paper's values."""
     from jobs.extras.diff import diff
 
     return Answer(diff.diff(mine, other, overrides or [], kinds_of(context)), diff.lines)

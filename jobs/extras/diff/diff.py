@@ -8,7 +8,7 @@
 
     2 differences in meaning: mine.yaml (pretrain) and table3/vit_i1k (pretrain)
      1. images seen: 115,306,496, 90 passes; other: 384,352,256, 300 passes
-        type   pretrain.passes=300
+        set    pretrain.passes=300
         paper  table 3: …
 """
 
@@ -41,7 +41,7 @@ SLIGHT = 0.05  # differences of two numbers below this relative size are listed 
 
 
 def diff(mine: str, other: str, overrides: list[str], kinds: Kinds) -> Document:
-    """Return the meaningful differences between the stages of two recipes or runs.
+    """Return the meaningful differences between two recipes or runs, stage by stage.
 
     `overrides` apply to `other`. Raises UsageError if there are no stages to compare.
     """
@@ -97,8 +97,8 @@ def lines(document: Document) -> Iterator[str]:
                 texts.append(f"{name}{fact['mine']}; other: {fact['other']}")
             slight = " (slight)" * difference["slight"]
             yield f"{place:2}. {difference['subject']}: {' · '.join(texts)}{slight}"
-            for label in ("type", "note", "paper", "cost"):
-                text = shlex.join(difference["type"]) if label == "type" else difference.get(label)
+            for label in ("set", "note", "paper", "cost"):
+                text = shlex.join(difference["set"]) if label == "set" else difference.get(label)
                 if text:
                     yield fill(text, WIDTH, initial_indent=f"    {label:6} ", **LINES)
         if pair["unknown"]:
@@ -110,7 +110,7 @@ def lines(document: Document) -> Iterator[str]:
 
 
 def stages_of(path: str, overrides: list[str], kinds: Kinds) -> list[ComparedStage]:
-    """Return the stages of a run, a single stage of a run, or the stages of a recipe with overrides applied."""
+    """Return the stages of a run, one stage of a run, or the stages of a recipe after applying the overrides."""
     folder = Path(path)
     is_run = any(folder.glob("*/stage.json"))
     # The key at the end of a stage folder's name can be omitted: runs/mine/finetune.
@@ -152,7 +152,7 @@ def compare_pair(mine: ComparedStage, other: ComparedStage) -> dict[str, Any]:
         typed: list[str] = []
         for name in differing[is_slight, number]:
             rows.append({"name": name, "mine": facts[name].words, "other": others[name].words})
-            typed += keys_to_type(name, mine, other, others[name])
+            typed += overrides_for(name, mine, other, others[name])
         # 3. Explain values that depend on each other: the weight decay convention, the rate for another batch size.
         note = ""
         if subject["facts"] == "optim.weight_decay":
@@ -174,7 +174,7 @@ def compare_pair(mine: ComparedStage, other: ComparedStage) -> dict[str, Any]:
             "facts": rows,
             # A subject that covers several facts shows their names.
             "names_facts": "*" in subject["facts"] or " " in subject["facts"],
-            "type": typed,
+            "set": typed,
             "note": note,
         }
         entry |= {label: subject[label] for label in ("paper", "cost") if label in subject}
@@ -193,8 +193,8 @@ def is_slightly_different(value: Any, other: Any) -> bool:
     return is_slight
 
 
-def keys_to_type(name: str, mine: ComparedStage, other: ComparedStage, fact: Fact) -> Iterator[str]:
-    """Yield the overrides that set a fact of `mine` to the value in `other`; yield nothing if it is a data set."""
+def overrides_for(name: str, mine: ComparedStage, other: ComparedStage, fact: Fact) -> Iterator[str]:
+    """Yield the overrides that give a fact of `mine` the value in `other`; yield nothing for a data set."""
     written = flat(config.plain(mine.config))
     values = fact.keys
     if name == "images":

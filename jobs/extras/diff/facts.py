@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 
 class Effect(Enum):
-    """The first quantity that a difference can affect."""
+    """The first quantity affected by a difference."""
 
     ORDER = "which samples are trained on, and in which order"
     FIRST = "the loss of the first step"
     UPDATE = "the weights, from the first update on"
     ROUNDING = "only rounding errors"
-    NONE = "nothing that is trained"
+    NONE = "nothing in training"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Fact:
 
 
 class FactDifference(NamedTuple):
-    """A fact in which two stages differ, or which only one stage has."""
+    """A fact that differs between two stages, or exists in only one of them."""
 
     name: str
     first: Fact | None
@@ -57,14 +57,14 @@ class FactDifference(NamedTuple):
 
     @property
     def known(self) -> Fact:
-        """Return the first stage's fact or, if that is missing, the second stage's."""
+        """Return the first stage's fact, or the second stage's if the first stage has none."""
         fact = self.first or self.second
         assert fact is not None
         return fact
 
     @property
     def words(self) -> tuple[str, str]:
-        """Return both facts as text, with "absent" for a stage without the fact."""
+        """Return both facts as text; "absent" stands for a missing fact."""
         first = self.first.words if self.first is not None else "absent"
         second = self.second.words if self.second is not None else "absent"
         return first, second

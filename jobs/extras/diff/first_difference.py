@@ -3,8 +3,8 @@
 1. `find_first_difference` finds the first step with different losses, compared bit for bit. It also compares the
    ledgers, which show whether both stages saw the same samples in the same order.
 2. The most likely cause is the first difference in the records that can have this effect: a different data order
-   changes the ledgers, a different initial model changes the loss of step 1, and a different learning rate acts only
-   after the first update.
+   changes the ledgers, a different initial model changes the loss of step 1, and a different learning rate has an
+   effect only after the first update.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TINY = 1e-4  # largest relative difference of two losses that another order of s
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first step at which two stages differ; `step` is None if the losses of all common steps are equal."""
+    """The first step at which two stages differ; `step` is None if all common steps have equal losses."""
 
     common_steps: int  # number of steps trained by both stages
     step: int | None = None

@@ -1,13 +1,14 @@
-"""Derive facts about what a stage does from its config. Stages with equal facts train and evaluate in the same way.
+"""Derive facts about a stage's training and evaluation from its config. Stages with equal facts do the same.
 
     passes: 300, of 1,281,167 images, in batches of 4096     {"images": 384,348,160, …}
     steps: 93835 in batches of 4096                          the same fact
     micro_batch: 64, cluster.workers: 8                      no fact, because splitting a batch changes no result
 
-1. `of_campaign` and `of_run` yield the stages that train or evaluate; of runs that differ only by seed, only the first.
-2. `facts_of` starts with the fields that must not change on resume, removes fields that are disabled by other fields,
-   and replaces groups of fields with their combined meaning.
-3. An unknown fact, for example the size of a data set that is not on this machine, has the value None.
+1. `of_campaign` and `of_run` yield the stages that train or evaluate; if runs differ only by seed, they yield only the
+   first.
+2. `facts_of` starts with the fields that must not change on resume, removes fields disabled by other fields, and
+   replaces groups of fields with their combined meaning.
+3. An unknown fact, for example the size of a data set not on this machine, has the value None.
 """
 
 import math
@@ -31,7 +32,7 @@ from pipeline.optimization import learning_rate
 from pipeline.training_data import steps_of
 
 EVALUATING = (evaluate.Evaluate.name, fewshot.FewShot.name)
-NONE = "none"  # value of a fact that is known to be absent
+NONE = "none"  # value of a fact known to be absent
 # Lists whose order has no meaning.
 SETS = ("shots", "seeds", "k", "l2", "drop", "protocols")
 # Schedules are compared at this number of steps. They are equal if at most SPAN of these rates differ by more than
@@ -62,7 +63,7 @@ class RateCurve:
 
 @dataclass(frozen=True)
 class ComparedStage:
-    """A stage of a recipe or a run, with the model and data sets if these are on this machine."""
+    """A stage of a recipe or run, with its model and data sets if these are on this machine."""
 
     name: str  # name of its section in a recipe
     row: str  # its row in a sweep's table; its name if there is no sweep
@@ -75,7 +76,7 @@ class ComparedStage:
     sets: Mapping[str, Index | None]  # field → data set; None if it is not on this machine
     choices: Mapping[str, list[Any]] = field(default_factory=dict)  # for sweeps: field → candidate values
     seeds: int = 1  # number of runs that differ only by seed
-    has_held_out: bool | None = None  # of a sweep: whether it chooses values on other samples than those of its results
+    has_held_out: bool | None = None  # of a sweep: whether it chooses values on samples other than those of its results
 
     @property
     def samples(self) -> int | None:
@@ -209,9 +210,9 @@ def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
 
 
 def facts_of(stage: ComparedStage, other: ComparedStage) -> dict[str, Fact]:
-    """Return the facts of a stage by field name.
+    """Return a stage's facts by field name.
 
-    Schedules are compared at the peak learning rate and after the warm-up of `other`.
+    Schedules are evaluated with the peak learning rate and the warm-up of `other`, so that they can be compared.
     """
     facts = {}
     if stage.kind.trains:
@@ -226,7 +227,7 @@ def facts_of(stage: ComparedStage, other: ComparedStage) -> dict[str, Fact]:
 
 
 def fact_of_field(value: Any, keys: Mapping[str, Any] | None = None) -> Fact:
-    """Return a fact for a field's value; None is replaced with NONE, because the value is known to be absent."""
+    """Return a fact for a field's value; None becomes NONE, because the value is known to be absent."""
     return Fact(NONE if value is None else value, config.shown(value), keys=keys)
 
 
@@ -256,10 +257,10 @@ def facts_of_evaluation(stage: ComparedStage) -> dict[str, Fact]:
 
 
 def facts_of_training(stage: ComparedStage, peak: float, warmup_steps: int) -> dict[str, Fact]:
-    """Return the facts of training.
+    """Return the facts about a stage's training.
 
-    Schedules are evaluated at `peak`, because an end such as 1e-5 is absolute, and with this warm-up: their own peak
-    and warm-up are separate facts.
+    Schedules are evaluated with the given peak, because an end such as 1e-5 is absolute, and with the given warm-up;
+    the stage's peak and warm-up are separate facts.
     """
     cfg = stage.config
     optim = cfg.optim
@@ -272,7 +273,7 @@ def facts_of_training(stage: ComparedStage, peak: float, warmup_steps: int) -> d
     for name in values:
         if name.startswith(("model", "data.mixture", "optim.schedule.", "init")):
             unused.append(name)
-    # 2. Remove the fields that are disabled by another field.
+    # 2. Remove the fields disabled by another field.
     switched_off = {
         "loss label_smoothing mixup data.max_labels": cfg.objective == "masked",
         "new_head": cfg.objective == "masked" or cfg.init is None,
@@ -369,7 +370,7 @@ def facts_of_training(stage: ComparedStage, peak: float, warmup_steps: int) -> d
 
 
 def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
-    """Return the facts of a stage's model; if the initial weights are not on this machine, only the recipe's facts."""
+    """Return the facts of a stage's model; without the initial weights, only those given in the recipe."""
     model = stage.model
     values = dict(stage.config.model)
     values.pop("name", None)
@@ -408,7 +409,7 @@ def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
 
 
 def fact_of_ops(ops: str | None, size: tuple[int, int] | None) -> Fact:
-    """Return a fact for preprocessing ops, with the image size replaced with "size", and without `decode`."""
+    """Return a fact for preprocessing ops, without `decode` and with "size" in place of the image size."""
     if ops is None:
         if size is None:
             return Fact(None, "")

@@ -1,4 +1,4 @@
-"""Read the facts that can affect a stage's results from its records, and compare two stages.
+"""Read the facts that can affect a stage's results from the stage's records, and compare two stages.
 
 1. `recorded_facts` returns a flat dict: config keys, data sets with their tars, code version, world sizes, hardware,
    and packages.
@@ -18,7 +18,7 @@ from data.index.index import Index
 from jobs.extras.diff.facts import Effect, Fact, FactDifference, differences
 from jobs.extras.history import StageHistory, flat
 
-NAMED = 5  # maximum number of listed tars or classes that differ in a data set; the others are counted
+MAX_LISTED = 5  # maximum number of listed tars or classes that differ in a data set; the others are counted
 
 # Effects of config keys by prefix; the first match wins. Other keys that must not change on resume affect the updates.
 EFFECTS = (
@@ -128,9 +128,9 @@ def recorded_differences(first: StageHistory, second: StageHistory) -> list[Fact
             many.setdefault(part_of_set[0], []).append(difference)
     # If a data set was packed again, all its tars differ: list a few and count the others.
     for name, of_set in many.items():
-        differing += of_set[:NAMED]
-        if len(of_set) > NAMED:
-            rest = recorded("data", f"{len(of_set) - NAMED:,} more differ", of_set[0].known.effect)
+        differing += of_set[:MAX_LISTED]
+        if len(of_set) > MAX_LISTED:
+            rest = recorded("data", f"{len(of_set) - MAX_LISTED:,} more differ", of_set[0].known.effect)
             differing.append(FactDifference(f"{name}…", rest, rest))
     effects = list(Effect)
     return sorted(differing, key=lambda difference: effects.index(difference.known.effect))

@@ -14,16 +14,16 @@ from jobs.answer import Answer, Document, Step, report_lines
 from jobs.commands.arguments import Debug, stoppable
 from jobs.commands.sets import CacheFolder, IndexPath, Name, Workers, cache_config, refuse_file, set_document
 from jobs.named_stages import find_set
-from jobs.terminal import ProgressMeter
+from jobs.progress import ProgressMeter
 
 if TYPE_CHECKING:
     from data.extras.doctor.doctor import Report
     from data.index.index import Index
 
-MOST_LABELS = 1000  # classes of a sample that are listed
+MAX_LABELS = 1000  # maximum number of classes listed per sample
 Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Also write a self-contained HTML report.")]
-World = Annotated[int, typer.Option(min=1, help="Assume this many training workers in the advice.")]
-RepairedFolder = Annotated[str, typer.Argument(help="Folder for the new data set; not the folder of the old one.")]
+World = Annotated[int, typer.Option(min=1, help="Number of training workers to assume in the advice.")]
+RepairedFolder = Annotated[str, typer.Argument(help="Folder for the new data set; must not be the old one's.")]
 Unique = Annotated[bool, typer.Option("--unique", help="Keep only the first copy of each duplicate image.")]
 
 
@@ -61,7 +61,7 @@ def stats(
     workers: Workers = 1,
     _debug: Debug = False,
 ) -> Answer:
-    """Read headers and labels only; print the distributions of image sizes and classes."""
+    """Read only headers and labels; print the distributions of image sizes and classes."""
     report = examine(path, decode=False, page=page, world=world, workers=workers, cache=cache)
     document = report_document(report, world, page)
     lines = document["report"]
@@ -139,7 +139,7 @@ def samples_in(indexes: Sequence["Index"], cache: str | None) -> Iterator[dict[s
                 # A sample without a usable label has no classes.
                 classes: list[str] = []
                 with suppress(BadImage):
-                    classes = list(map(index.class_name, read_labels(raw, index, MOST_LABELS)))
+                    classes = list(map(index.class_name, read_labels(raw, index, MAX_LABELS)))
                 yield {"key": key, "shard": shard.name, "classes": classes, "set": index.name}
 
 

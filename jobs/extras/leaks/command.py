@@ -15,7 +15,7 @@ from jobs.commands.arguments import Debug, stoppable
 from jobs.commands.sets import CacheFolder, cache_config, refuse_file
 from jobs.commands.weights import find_weights
 from jobs.named_stages import find_set
-from jobs.terminal import ProgressMeter
+from jobs.progress import ProgressMeter
 
 Train = Annotated[list[str], typer.Argument(help="Training sets: index files, or folders that contain one.")]
 Test = Annotated[list[str], typer.Option(help="A test set: an index file or its folder; repeatable.")]
@@ -42,7 +42,7 @@ def leaks(
     workers: Workers = 0,
     _debug: Debug = False,
 ) -> Answer:
-    """Find training images that also occur in a test set, even if they are cropped, mirrored or re-encoded."""
+    """Find training images that also occur in a test set, even if cropped, mirrored or re-encoded."""
     from hashlib import sha256  # loads OpenSSL, which would slow down `--help`
 
     from data.extras.leaks.report import lines, write_page
@@ -78,7 +78,7 @@ def leaks(
             for name, value in sorted(model.state_dict().items()):
                 digest.update(name.encode())
                 digest.update(value.detach().cpu().contiguous().numpy().tobytes())
-            embeddings = leak_embedding.find_alike(
+            embeddings = leak_embedding.find_similar(
                 model,
                 (weights, digest.hexdigest()),
                 train_sets.values(),

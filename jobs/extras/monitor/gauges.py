@@ -4,7 +4,7 @@ The driver sets these gauges, so they appear on the metrics port of the driver's
 for its workers (jobs/cluster/ray_agent.py), and Ray exports the CPUs, GPUs, memory, disks and network of each node.
 Ray's own way to report numbers from a worker, `train.report`, delays the step by 2 s per call (measured).
 
-Ray drops a gauge that has not been set for about 25 s (measured with Ray 2.60). Therefore, the gauges of a finished
+Ray drops a gauge about 25 s after it was last set (measured with Ray 2.60). Therefore, the gauges of a finished
 stage disappear, and those of a running stage are set at every poll, even if there is no new report.
 """
 
@@ -62,7 +62,7 @@ OF_RUN = {
 
 
 def values_of(message: StatusMessage) -> dict[str, float]:
-    """Return the values of a stage's gauges by name, omitting unknown and non-finite values."""
+    """Return the values of a stage's gauges by name, without unknown and non-finite values."""
     values: dict[str, float] = {
         "waiting": float(message.state == "waiting"),
         "restarts": float(max(0, message.attempts - 1)),
@@ -95,7 +95,7 @@ class Gauges(ThreadedWatcher):
         self.gauges: dict[str, Gauge] = {}
 
     def started(self, campaign: Campaign, lease: Lease, log: Log) -> None:
-        """Store the campaign and its lease; the command joins the cluster later."""
+        """Store the campaign and its lease; no gauges are set, because the command has not joined the cluster yet."""
         self.campaign = campaign
         self.lease = lease
 
@@ -116,12 +116,12 @@ class Gauges(ThreadedWatcher):
         self.start(context.log)
 
     def show(self, message: StatusMessage) -> None:
-        """Set the gauges of a stage."""
+        """Set a stage's gauges."""
         for name, value in values_of(message).items():
             self.gauges[name].set(value, tags={"run": message.run, "stage": message.stage})
 
     def show_run(self) -> None:
-        """Set the gauges of the command: the age of the lease and, once the command has ended, the exit code."""
+        """Set the command's gauges: the age of the lease and, once the command has ended, the exit code."""
         assert self.campaign is not None and self.lease is not None
         run = self.campaign.run
         tags = {"run": run.name}

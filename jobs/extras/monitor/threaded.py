@@ -1,11 +1,10 @@
-"""Base class of watchers that run in a separate thread, so that they never delay the run.
+"""A base class for watchers that run in a separate thread, so that they never delay the run.
 
     class Gauges(ThreadedWatcher):
         def show(self, message: StatusMessage) -> None: ...
 
 The driver stores the newest status message. Every five seconds, the thread passes it to `show`; Ray gauges must be set
-at least every 20 s. If a call fails, the failure is logged, and the next
-call tries again.
+at least every 20 s. If a call fails, the failure is logged, and the next call tries again.
 """
 
 import threading
@@ -25,7 +24,7 @@ CLOSE_S = 5.0  # maximum wait for the last call, because Ray's head may not resp
 
 
 class ThreadedWatcher(Watcher):
-    """Base class of watchers whose `show` may take a long time or never return."""
+    """Base class for watchers whose `show` may take a long time or never return."""
 
     name = ""  # prefix of its lines in the log
     close_s: float | None = None  # how long `close` waits for the last call; None: CLOSE_S
@@ -33,8 +32,8 @@ class ThreadedWatcher(Watcher):
     def __init__(self) -> None:
         self.is_shown = False  # whether the current stage has workers
         self.newest: StatusMessage | None = None  # newest message of the current stage
-        self.ends: deque[StatusMessage] = deque()  # last messages of ended stages that are not shown yet
-        self.complaints: set[str] = set()  # failures that have been logged
+        self.ends: deque[StatusMessage] = deque()  # last messages of ended stages, not shown yet
+        self.logged_failures: set[str] = set()  # failures already logged
         self.closing = threading.Event()
         self.log: Callable[[str], None] = print
         self.thread: threading.Thread | None = None
@@ -56,11 +55,11 @@ class ThreadedWatcher(Watcher):
     # -------------------------------------------------------------------- as a watcher
 
     def stage(self, context: Context) -> None:
-        """Show this stage from now on, if it has workers."""
+        """Switch to this stage; if it has workers, show its messages."""
         self.is_shown = context.stage.kind.needs_workers
 
     def status(self, message: StatusMessage) -> None:
-        """Store the message for the thread."""
+        """Store the message, which the thread will show."""
         if not self.is_shown:
             return
         if message.state == "ended":
@@ -103,12 +102,12 @@ class ThreadedWatcher(Watcher):
 
     @contextmanager
     def failures_logged(self) -> Iterator[None]:
-        """Log each distinct exception of the block once, and continue."""
+        """Log each distinct exception raised in the block once, and continue."""
         try:
             yield
         except Exception as error:
             first_line = str(error).strip().partition("\n")[0]
-            complaint = f"{self.name}: {type(error).__name__}: {first_line}"
-            if complaint not in self.complaints:
-                self.log(f"{complaint}; the run continues, and monitoring resumes when the problem is solved")
-            self.complaints.add(complaint)
+            failure = f"{self.name}: {type(error).__name__}: {first_line}"
+            if failure not in self.logged_failures:
+                self.log(f"{failure}; the run continues, and monitoring resumes when the problem is solved")
+            self.logged_failures.add(failure)

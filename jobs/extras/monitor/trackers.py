@@ -35,7 +35,7 @@ from pipeline.monitoring.telemetry import Record
 CLOSE_S = 15.0  # maximum time to send the remaining records when a command ends
 OPEN_S = 10.0  # timeout for the W&B server; the client's default of 90 s would delay the end of the command
 NOT_NUMBERS = ("kind", "time", "attempt", "step")
-LONGEST_TEXT = 500  # maximum number of characters of a parameter in MLflow
+MAX_TEXT_LENGTH = 500  # maximum number of characters of a parameter in MLflow
 
 Facts = Mapping[str, Any]  # description of a stage, without metrics (`facts_of`)
 Log = Callable[[str], None]
@@ -119,7 +119,7 @@ class Mlflow:
         parameters = []
         for name, value in flat(facts, message.stage).items():
             if name not in known and str(value):
-                parameters.append(self.mlflow.entities.Param(name, str(value)[:LONGEST_TEXT]))
+                parameters.append(self.mlflow.entities.Param(name, str(value)[:MAX_TEXT_LENGTH]))
         self.client.log_batch(run_id, params=parameters)
         self.client.set_tag(run_id, "patchline.code", facts["code"])
         self.client.set_tag(run_id, "patchline.commit", facts["commit"])
@@ -179,7 +179,7 @@ class Tracker(ThreadedWatcher):
 
 
 class Trackers(Watcher):
-    """Sends a run's metrics to all trackers in its recipe."""
+    """Sends a run's metrics to all trackers configured in its recipe."""
 
     def __init__(self) -> None:
         self.trackers: list[Tracker] | None = None  # None before the first stage
@@ -194,7 +194,7 @@ class Trackers(Watcher):
             tracker.stage(context)
 
     def status(self, message: StatusMessage) -> None:
-        """Store the message for the trackers' threads."""
+        """Store the message, which the trackers' threads will send."""
         for tracker in self.trackers or ():
             tracker.status(message)
 
@@ -205,7 +205,7 @@ class Trackers(Watcher):
 
 
 def start_trackers(options: TrackersConfig, log: Log) -> list[Tracker]:
-    """Start all trackers in the recipe; if a client fails to start, log the error and continue without it."""
+    """Start all configured trackers; if a client fails to start, log the error and continue without that tracker."""
     trackers = []
     for name in options.used():
         try:
@@ -213,7 +213,7 @@ def start_trackers(options: TrackersConfig, log: Log) -> list[Tracker]:
         except Exception as error:
             log(f"{name}: {error}; the run continues without this tracker")
             if isinstance(error, ImportError):
-                log("  to use it, run on the driver's machine pip install 'patchline[trackers]'")
+                log("  to use it, run pip install 'patchline[trackers]' on the driver's machine")
             continue
         tracker = Tracker(name, client)
         tracker.start(log)
@@ -243,7 +243,7 @@ def facts_of(campaign: Campaign, stage: Stage) -> dict[str, Any]:
 
 
 def numbers_of(record: Record) -> dict[str, float]:
-    """Return the numbers in a record, named as in TensorBoard: {"train/loss": 2.841, …}."""
+    """Return a record's numbers, named as in TensorBoard: {"train/loss": 2.841, …}."""
     numbers = {}
     for name, value in record.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

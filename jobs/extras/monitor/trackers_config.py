@@ -1,4 +1,4 @@
-"""The section `trackers:` of a recipe: experiment trackers that receive each stage's metrics.
+"""The `trackers:` section of a recipe: experiment trackers that receive each stage's metrics.
 
 trackers: {wandb: {project: vit}, mlflow: {uri: "https://mlflow.example"}}
 """
@@ -13,7 +13,7 @@ from jobs.cluster_config import check_environment
 
 @dataclass(frozen=True)
 class WandbConfig:
-    """Weights & Biases, through `pip install wandb`; WANDB_MODE=offline keeps everything in the stage's folder."""
+    """Weights & Biases; needs `pip install wandb`. WANDB_MODE=offline writes everything to the stage's folder."""
 
     project: str = ""  # project of the W&B runs; "": W&B is not used
     entity: str = ""  # user or team that owns the project; "": the owner of the API key
@@ -23,7 +23,7 @@ class WandbConfig:
 
 @dataclass(frozen=True)
 class MlflowConfig:
-    """MLflow, through `pip install mlflow-skinny` or `mlflow`."""
+    """MLflow; needs `pip install mlflow-skinny` or `mlflow`."""
 
     uri: str = ""  # tracking server, database, or absolute folder; "": MLflow is not used
     experiment: str = "patchline"  # experiment of the MLflow runs

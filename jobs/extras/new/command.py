@@ -1,4 +1,4 @@
-"""`patchline new`."""
+"""The command `patchline new`, with its arguments and options."""
 
 from typing import Annotated
 
@@ -46,9 +46,22 @@ def new(
         bool,
         typer.Option("--probe", help="With --init: fit a linear classifier to frozen features; train nothing else."),
     ] = False,
+    leaf_classes: Annotated[
+        bool,
+        typer.Option("--leaf-classes", help="Make a class of each innermost folder, not of each top folder."),
+    ] = False,
     _debug: Debug = False,
 ) -> Answer:
     """Inspect images, and write a recipe that trains on them."""
     from jobs.extras.new import new
 
-    return new.new(images, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled, probe=probe)
+    return new.new(
+        images,
+        model=model,
+        init=init,
+        output=output,
+        minutes=minutes,
+        unlabelled=unlabelled,
+        probe=probe,
+        leaf_classes=leaf_classes,
+    )

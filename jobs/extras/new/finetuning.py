@@ -1,10 +1,10 @@
-"""Published settings for fine-tuning, by the kind of weights, for `patchline new --init`.
+"""Published fine-tuning settings for each kind of weights, used by `patchline new --init`.
 
     a DINOv2 of timm, transformers or its repository    AdamW, 1e-5 at batch size 512, images of 224 pixels
     pretraining of this project or AugReg               SGD, 0.03 at batch size 512, the size of the weights
 
-Patchline has one learning rate for all layers. Settings published with a rate per layer are converted to one rate,
-and their row mentions this.
+Patchline has one learning rate for all layers. Settings published with a rate per layer are converted to one rate; the
+table rows mention this.
 """
 
 import math
@@ -22,7 +22,7 @@ MEAN_OF_LAYERS = sum(0.65**layer for layer in range(1, 13)) / 12
 
 @dataclass(frozen=True)
 class FineTuning:
-    """An optimizer with its learning rate at a batch size, and the publication that reports them."""
+    """An optimizer with a learning rate for one batch size, and the publication that reports them."""
 
     optimizer: str  # adam (decoupled decay, so AdamW) or sgd
     lr: float
@@ -53,7 +53,7 @@ MASKED = FineTuning(
 
 
 def settings_of(source: ModelConfig, form: dict[str, Any] | None) -> FineTuning:
-    """Return the settings for weights with this config and form; the first match wins."""
+    """Return the settings for weights with this config and format; the first match wins."""
     name = str((form or {}).get("architecture") or (form or {}).get("model_type") or "")
     if not isinstance(source, ViTConfig):
         return SUPERVISED
@@ -74,7 +74,7 @@ def settings_of(source: ModelConfig, form: dict[str, Any] | None) -> FineTuning:
 
 
 def image_size_of(source: ModelConfig) -> tuple[int, int]:
-    """Return the image size for fine-tuning: that of the weights, or EVALUATED if theirs is far larger."""
+    """Return the image size for fine-tuning: that of the weights, or EVALUATED if that exceeds LARGEST."""
     height, width = source.image_size
     if not isinstance(source, ViTConfig) or max(height, width) <= LARGEST:
         return source.image_size

@@ -1,4 +1,4 @@
-"""Implements `patchline new FOLDER`: inspect images and this machine, and write a recipe that is ready to run.
+"""Implements `patchline new FOLDER`: inspect images and this machine, and write a ready-to-run recipe.
 
     photos: 600 images of 3 classes (cat 200, dog 200, fox 200), median size 500 × 375 px
     held out: 20% of each class, because no part is named val or test
@@ -26,11 +26,13 @@ from data.extras.survey.survey import FoundSet, Sets, one_place, survey
 from data.files import write_atomically
 from data.index.names import preview
 from data.index.shard import IMAGES
-from data.walk import matching, near_path
+from data.walk import matching
 from jobs.answer import Answer
+from jobs.commands.arguments import near_path
 from jobs.named_stages import find_stage
+from jobs.progress import ProgressMeter
 from jobs.recipe.key import model_at
-from jobs.terminal import ProgressMeter, activity, as_typed, echo
+from jobs.terminal import activity, as_typed, echo
 from pipeline.architecture import model_config
 from pipeline.evaluation.any_weights import is_foreign
 from pipeline.values import amount, duration, flow_yaml
@@ -38,9 +40,9 @@ from pipeline.values import amount, duration, flow_yaml
 if TYPE_CHECKING:  # imports torch, which takes seconds and would delay an error about a path without images
     from jobs.extras.new.training import Machine, TrainingChoice
 
-MOST_BAD = 0.1  # maximum fraction of unreadable images among the opened ones
+MAX_SHARE_OF_BAD = 0.1  # maximum fraction of unreadable images among the opened ones
 # How to add classes to images without labels, by their source.
-TO_HAVE_CLASSES = {
+HOW_TO_ADD_CLASSES = {
     "folder": "sort the images into one subfolder per class, and use the folder that contains the subfolders",
     "table": "add a column label to the table",
     "parquet": "add a column label to the parquet file",
@@ -58,8 +60,9 @@ def new(
     minutes: float | None,
     unlabelled: bool,
     probe: bool = False,
+    leaf_classes: bool = False,
 ) -> Answer:
-    """Write a recipe for the images at a path, or at the paths to which the shell has expanded a pattern.
+    """Write a recipe for the images at a path, or at several paths expanded from a pattern by the shell.
 
     Raises DataError, ConfigError, or UsageError, for example if the recipe exists.
     """
@@ -92,25 +95,31 @@ def new(
             raise UsageError(
                 "--model cannot be combined with --init, whose weights determine the model\n  omit --model"
             )
-        # Raises ConfigError if the model is unknown.
+        # This raises ConfigError if the model is unknown.
         model_config({"name": model, "image_size": 224, "classes": 2})
+    if leaf_classes and unlabelled:
+        raise UsageError("--leaf-classes and --unlabelled contradict each other\n  omit one of them")
     if probe and init is None:
-        raise UsageError("--probe evaluates the features of weights\n  add --init WEIGHTS")
+        raise UsageError("--probe evaluates the features of pretrained weights\n  add --init WEIGHTS")
+    imported: Path | None = None  # the folder for weights of another library
     if init is not None:
         init = find_stage(init)
         if is_foreign(init):
-            raise UsageError(
-                f"--init {init} is in the format of another library\n  first run python -m jobs import "
-                f"{init} weights/{name_of(init)}, then use --init weights/{name_of(init)}"
-            )
-        if model_at(init) is None:
+            imported = recipe.parent / "weights" / name_of(init)
+            if imported.exists():
+                raise UsageError(
+                    f"--init {init} is in the format of another library, and {imported}, into which it would be "
+                    f"imported, already exists\n  use --init {imported}, or remove that folder first"
+                )
+        elif model_at(init) is None:
             raise DataError(
-                f"--init {init} contains no weights\n  expected RUN/STAGE, or a folder written by a stage or by "
-                "python -m jobs import, for example runs/photos/pretrain-1a2b3c4d"
+                f"--init {init} contains no weights\n  expected RUN/STAGE, a folder written by a stage or by python -m "
+                "jobs import, for example runs/photos/pretrain-1a2b3c4d, or weights that import reads"
             )
 
     # 2. Inspect the images.
-    sets = survey(place, unlabelled=unlabelled, report=ProgressMeter("images"))
+    leaf_tables = str(recipe.with_suffix("")) if leaf_classes else None
+    sets = survey(place, unlabelled=unlabelled, leaf_tables=leaf_tables, report=ProgressMeter("images"))
     whole = Path(place).resolve()
     if sets.train.source == "folder" and Path.cwd().is_relative_to(whole):
         raise UsageError(
@@ -119,13 +128,19 @@ def new(
         )
     describe(sets.train)
     bad = sets.train.bad.total()
-    if bad > MOST_BAD * sets.train.opened:
+    if bad > MAX_SHARE_OF_BAD * sets.train.opened:
         raise DataError(
             f"{bad} of {sets.train.opened} opened images cannot be read; the first is {sets.train.first_bad}\n"
-            f"  expected at most {MOST_BAD:.0%}; restore them from their source, or remove them"
+            f"  expected at most {MAX_SHARE_OF_BAD:.0%}; restore them from their source, or remove them"
         )
     if init is not None and not sets.train.classes:
         raise UsageError("--init needs labels for fine-tuning, but these images have none\n  omit --init to pretrain")
+    if init is not None and imported is not None:
+        from jobs.extras.conversion import import_foreign
+
+        echo(f"importing {init}, which is in the format of another library, into {imported}")
+        import_foreign(init, str(imported))
+        init = str(imported)
     if sets.test is not None:
         describe(sets.test)
     elif not sets.train.classes and not unlabelled:
@@ -143,7 +158,7 @@ def new(
                 f"run python -m jobs new {above}"
             )
         else:
-            echo(f"to train on classes, {TO_HAVE_CLASSES[sets.train.source]}")
+            echo(f"to train on classes, {HOW_TO_ADD_CLASSES[sets.train.source]}")
     elif sets.held_out:
         echo(f"held out: {sets.held_out}% of each class for evaluation, because no part is named val or test")
     elif sets.train.classes:
@@ -209,7 +224,7 @@ def name_of(place: str) -> str:
 
 
 def describe(image_set: FoundSet) -> None:
-    """Print the contents of a data set, and which images are excluded."""
+    """Print the contents of a data set, and the excluded images."""
     text = f"{image_set.path}: {image_set.images:,} images"
     if image_set.classes:
         largest = []
@@ -236,7 +251,7 @@ def describe(image_set: FoundSet) -> None:
 
 
 def inputs_of(sets: Sets) -> tuple[dict[str, dict[str, Any]], dict[str, str], str]:
-    """Return the data sets to pack, the quoted paths for training and evaluation, and the data set to hold out from."""
+    """Return the data sets to pack, the quoted training and test paths, and the data set to split for evaluation."""
     places = {}
     packed = {}
     for set_name, image_set in (("train", sets.train), ("test", sets.test)):
@@ -259,7 +274,7 @@ def inputs_of(sets: Sets) -> tuple[dict[str, dict[str, Any]], dict[str, str], st
 
 
 def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", machine: "Machine") -> None:
-    """Render the recipe: the data sets of its stages, and a comment with the reason for each choice."""
+    """Render and write the recipe, with a comment on the reason for each choice."""
     # 1. The cluster.
     cluster: dict[str, Any] = {"backend": "processes", "workers": machine.workers}
     cores_of_worker = max(1, machine.cores // machine.workers)
@@ -304,18 +319,18 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
     )
     if choice.is_over_time:
         echo(
-            f"  this takes longer than --minutes, because a useful training needs at least {choice.steps} steps\n"
+            f"  this takes longer than --minutes, because useful training takes at least {choice.steps} steps\n"
             "  use a smaller --model, or more --minutes"
         )
 
 
 def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:
-    """Render the recipe of a linear probe, which fits classifiers to the features of a frozen model."""
+    """Render and write a recipe for a linear probe, which fits classifiers to the features of a frozen model."""
     packed, places, path_of_parts = inputs_of(sets)
     if "test" not in places:
         raise UsageError(
             "--probe needs images to measure accuracy on, but no part is named val or test and the classes have too "
-            "few images to hold some out\n  add a folder val"
+            "few images to hold some out\n  add a folder named val"
         )
     from pipeline.evaluation import any_weights
 
@@ -333,11 +348,11 @@ def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:
         preprocessing=preprocessing,
     )
     write_atomically(path, as_typed(text))
-    echo(f"wrote {path}: a linear probe and nearest neighbours on features of {init}")
+    echo(f"wrote {path}: a linear probe and a nearest-neighbour classifier on the features of {init}")
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template in this folder."""
+    """Render a template from this folder."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,

@@ -30,15 +30,16 @@ from pipeline.config import build
 from pipeline.evaluation import any_weights
 from pipeline.extras.plan.memory import memory_need
 from pipeline.extras.plan.memory_traces import TraceFailed
+from pipeline.extras.recorded_origin import recorded_form
 from pipeline.process_group import memory_free
 from pipeline.training_config import TrainConfig
 from pipeline.values import counted
 
-MOST_WORKERS = 8  # maximum on CPUs; each worker uses its share of the cores
+MAX_WORKERS = 8  # maximum on CPUs; each worker uses its share of the cores
 MINUTES_ON_CPU = 10.0
 MINUTES_ON_GPU = 60.0
-LEAST_STEPS = 10
-MOST_PASSES = 300  # maximum passes over the images, as in AugReg's longest training on ImageNet-1k
+MIN_STEPS = 10
+MAX_PASSES = 300  # maximum passes over the images, as in AugReg's longest training on ImageNet-1k
 FEW_PASSES = 30  # a larger model is selected if there is time for this number of passes (AugReg's shortest training)
 # Minimum number of passes for RandAugment: AugReg's rows on ImageNet-1k have 300 passes. After 37 passes over 9,000
 # images of CIFAR-10, RandAugment cost ten points (benchmarks/README.md, "The first hour").
@@ -47,9 +48,9 @@ FEW_IMAGES = 200_000  # for small data sets: images seen that justify a larger m
 SHARE_OF_PEAK = 0.7  # speed of a complete step relative to only a forward and backward pass
 SHARE_OF_MEMORY = 0.8
 LARGE = 5_000_000  # images; a data set of at least this size is treated like ImageNet-21k
-FOR_B = 1_000_000  # images; smaller data sets do not justify ViT-B
+MIN_IMAGES_FOR_B = 1_000_000  # images; smaller data sets do not justify ViT-B
 MEASURED_S = 0.5  # duration of a speed measurement
-FLOPS_TRIED = 2e11  # maximum FLOPs of one measured pass
+MAX_MEASURED_FLOPS = 2e11  # maximum FLOPs of one measured pass
 PATCHES = 8  # minimum number of patches along each side
 SMALL = 128  # pixels; in smaller images, a crop of 5 % of the area shows almost nothing
 # Smallest first: name, changes to the row in the table of model sizes, name in AugReg's tables.
@@ -74,7 +75,7 @@ LEVELS_I1K = {"tiny": "light1", "Ti": "light1", "S": "medium1", "B": "medium2"} 
 # BiT-HyperRule's steps of 512 images (Kolesnikov et al. 2020).
 GPU_BATCHES = ((500_000, 1024), (50_000, 512), (0, 256))
 CPU_BATCHES = ((5000, 128), (0, 64))
-LONGEST_FINETUNING = ((500_000, 512 * 20_000), (20_000, 512 * 10_000), (0, 512 * 500))
+MAX_FINETUNING_IMAGES = ((500_000, 512 * 20_000), (20_000, 512 * 10_000), (0, 512 * 500))
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class ModelCandidate(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingChoice:
-    """The selected model, augmentation, batch size and length."""
+    """The selected model, augmentation, batch size and training length."""
 
     model: ModelConfig
     section: dict[str, Any]  # the stage's `model:`
@@ -113,7 +114,7 @@ class TrainingChoice:
     is_over_time: bool  # whether the minimum number of steps exceeds the time limit
     init: str | None  # weights to fine-tune
     finetuning: FineTuning | None = None  # how to fine-tune them
-    preprocess: str | None = None  # evaluation ops that were recorded with the weights, for the model's size
+    preprocess: str | None = None  # evaluation ops recorded with the weights, for the model's size
 
 
 def this_machine() -> Machine:
@@ -124,7 +125,7 @@ def this_machine() -> Machine:
         memory = torch.cuda.mem_get_info()[1]
         name = f"{gpus} × {torch.cuda.get_device_name()}"
         return Machine(name, core_count, gpus, gpus, int(SHARE_OF_MEMORY * memory), "bf16")
-    workers = min(core_count, MOST_WORKERS)
+    workers = min(core_count, MAX_WORKERS)
     memory = int(SHARE_OF_MEMORY * memory_free() / workers)
     return Machine(counted(core_count, "core"), core_count, 0, workers, memory, "fp32")
 
@@ -151,7 +152,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         if size != source.image_size:
             section["image_size"] = size[0]
         candidates = [ModelCandidate(section, model, "")]
-        finetuning = settings_of(source, any_weights.recorded_form(init))
+        finetuning = settings_of(source, recorded_form(init))
         recorded = any_weights.recorded_preprocessing(init)
         if recorded is not None:
             # Ops of an import fit any size; those of a stage fit only its own.
@@ -170,7 +171,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         reasons.append("no flips, because letters must not be mirrored")
 
     # 3. The largest model that can train on enough images in time.
-    enough = min(MOST_PASSES * sets.images, max(FEW_IMAGES, FEW_PASSES * sets.images))
+    enough = min(MAX_PASSES * sets.images, max(FEW_IMAGES, FEW_PASSES * sets.images))
     decode_s = decoding_seconds(train, image_size, AugmentConfig(**crop))
     chosen = candidates[0]
     rate = images_per_s(chosen.model, machine, decode_s)
@@ -182,15 +183,15 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         rate = candidate_rate
 
     # 4. The length.
-    most = MOST_PASSES * sets.images
+    most = MAX_PASSES * sets.images
     optimizer = "adam"
     if finetuning is not None:
-        most = min(most, by_images(sets.images, LONGEST_FINETUNING))
+        most = min(most, by_images(sets.images, MAX_FINETUNING_IMAGES))
         optimizer = finetuning.optimizer
     batch_size, micro_batch = batches(sets.images, chosen.model, machine, optimizer)
-    steps = max(LEAST_STEPS, round(min(rate * budget_s, most) / batch_size))
+    steps = max(MIN_STEPS, round(min(rate * budget_s, most) / batch_size))
     unit = 10 ** max(0, len(str(steps)) - 2)  # round down to two significant digits
-    steps = max(LEAST_STEPS, steps // unit * unit)
+    steps = max(MIN_STEPS, steps // unit * unit)
 
     # 5. The augmentation. AugReg's levels apply to supervised training from random weights.
     level = "none"
@@ -214,7 +215,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         micro_batch=micro_batch,
         steps=steps,
         rate=rate,
-        is_over_time=steps == LEAST_STEPS and steps * batch_size > 1.5 * rate * budget_s,
+        is_over_time=steps == MIN_STEPS and steps * batch_size > 1.5 * rate * budget_s,
         init=init,
         finetuning=finetuning,
         preprocess=preprocess,
@@ -222,7 +223,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
 
 
 def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[ModelCandidate]:
-    """Return the candidate models for images of this size; only one candidate if `name` is given."""
+    """Return the candidate models for images of this size, or only the model `name` if given."""
     train = sets.train
     side = train.shorter_side
     # Tiny images get small patches. On CPUs, large images are downscaled, because training would take days otherwise.
@@ -246,7 +247,7 @@ def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[Model
         rows.append(({"name": name}, size if size in LEVELS_I1K else "S"))
     else:
         for size, changes, row in SIZES:
-            if size != "B" or sets.images >= FOR_B:
+            if size != "B" or sets.images >= MIN_IMAGES_FOR_B:
                 rows.append(({"name": f"{size}/{patch}", **changes}, row))
     candidates = []
     for section, row in rows:
@@ -260,7 +261,7 @@ def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[Model
 
 
 def by_images(images: int, table: Sequence[tuple[int, int]]) -> int:
-    """Return the value in the first row of the table whose minimum number of images is reached."""
+    """Return the value in the first row of `table` whose minimum number of images is reached."""
     return next(entry for least, entry in table if images >= least)
 
 
@@ -319,7 +320,7 @@ def images_per_s(model: ModelConfig, machine: Machine, decode_s: float) -> float
     dtype = torch.float32
     clock = time.process_time
     # Use few images for a large model, which takes several seconds on one core.
-    batch_size = max(1, min(8, int(FLOPS_TRIED / models.training_flops(model, 1))))
+    batch_size = max(1, min(8, int(MAX_MEASURED_FLOPS / models.training_flops(model, 1))))
     if machine.gpus:
         device = torch.device("cuda")
         dtype = torch.bfloat16

@@ -1,1 +1,1 @@
-"""Plan a run, measure its training steps, and check the cluster before the run starts."""
+"""Commands to use before a run: plan it, measure its training steps, and check its cluster."""

@@ -1,4 +1,4 @@
-"""Table of the checks in `plan`, `trial` and `preflight`; each check lists the commands that run it.
+"""The table of checks for `plan`, `trial` and `preflight`; each check lists the commands that run it.
 
 In:  "preflight", and the reports of a worker group (ClusterFacts)
 Out: OK   clocks      within 3 ms of the driver's, ± 4 ms
@@ -26,7 +26,7 @@ GROUP = "group"  # needs ClusterFacts with the measurements of a worker group
 
 @dataclass(frozen=True)
 class Check:
-    """A check, with its subject, the facts that it needs, and the commands that run it."""
+    """A check, with its subject, the facts it needs, and the commands that run it."""
 
     name: str
     needs: str  # STAGE, NODES or GROUP
@@ -59,7 +59,7 @@ CHECKS = (
 
 
 def results(command: str, facts: TrainedFacts | ClusterFacts, *available: str) -> list[CheckResult]:
-    """Run those checks of a command whose facts are available; return the results in table order."""
+    """Run the checks of a command for which facts are available; return the results in table order."""
     shown = []
     for check in CHECKS:
         if command not in check.commands.split() or check.needs not in available:

@@ -1,4 +1,4 @@
-"""Check a cluster: compare the reports of nodes and workers with the requirements of the campaign.
+"""Check a cluster: compare the nodes' and workers' reports with the campaign's requirements.
 
 These functions neither measure nor wait, so equal reports give equal results. The table of checks is in checks.py.
 """
@@ -20,11 +20,11 @@ from pipeline.values import counted, milliseconds
 LONG_SAVE_S = 60.0
 SHM_WITH_GPUS = 2**30  # bytes; NCCL's manual recommends --shm-size=1g
 SHM = 2**26  # bytes; Docker's default
-OPEN_FILES_A_WORKER = 8  # open files per other worker: gloo's connections in each process group
+OPEN_FILES_PER_WORKER = 8  # open files per other worker: gloo's connections in each process group
 OPEN_FILES = 512  # open files for everything else; shards use a quarter of any limit (data.shards.reader)
 SLOW_PAIR = 3.0  # slowness relative to the fastest pair of the same kind; on two busy cores, equal pairs differ by less
 SLOW_REDUCTION = 0.5  # share of a step's compute time; by default DeepSpeed does not overlap it with the backward pass
-MOST_NODES = 8  # maximum number of nodes listed by name
+MAX_NODES_LISTED = 8  # maximum number of nodes listed by name
 SHARED_RUN = "put the run directory on storage that every node mounts at the same path: run=/shared/NAME"
 
 
@@ -57,7 +57,7 @@ class Requirements:
 
 
 class ClusterFacts:
-    """The reports of nodes and workers, and the requirements of the campaign."""
+    """The nodes' and workers' reports, and the campaign's requirements."""
 
     def __init__(self, report: PreflightReport, requirements: Requirements) -> None:
         self.workers = report["workers"]
@@ -88,7 +88,7 @@ def code(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def versions(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Check that all workers and nodes have the package versions of the majority."""
+    """Check that all workers and nodes have the same package versions as the majority."""
     remedy = "install the versions in constraints.txt on that node"
     must = differences(facts.identities, MUST_BE_EQUAL)
     should = differences(facts.identities, SHOULD_BE_EQUAL)
@@ -104,15 +104,15 @@ def versions(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def workers(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """List the workers by node and their devices; warn about mixed devices."""
+    """List the workers and devices of each node; warn about mixed devices."""
     identities = facts.identities[: len(facts.workers)]
     ranks_of: dict[str, list[str]] = {}
     for worker in identities:
         ranks_of.setdefault(worker["node"], []).append(str(worker["rank"]))
     nodes = []
-    for node, ranks in list(ranks_of.items())[:MOST_NODES]:
+    for node, ranks in list(ranks_of.items())[:MAX_NODES_LISTED]:
         nodes.append(f"{node}: {','.join(ranks)}")
-    if len(ranks_of) > MOST_NODES:
+    if len(ranks_of) > MAX_NODES_LISTED:
         nodes.append("…")
     text = f"{len(identities)} on {counted(len(ranks_of), 'node')} ({', '.join(nodes)}), "
     text += f"on {identities[0]['device']}"
@@ -240,19 +240,19 @@ def links(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def run_folder(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Check that driver and nodes share the run directory, and that its storage supports the required operations."""
+    """Check that driver and nodes share the run directory, on storage that supports the required operations."""
     if not facts.requirements.is_shared:
         yield CheckVerdict("OK", "separate on each node, because the run is in an object store")
         return
     # First check that the storage is shared, because the results for locks and links depend on that.
     lacking = [(who, folder["lacks"]) for who, folder in facts.folders if folder["lacks"]]
     unseen = [who for who, folder in facts.folders if not folder["sees_driver"]]
-    unanswered = [who for who, folder in facts.folders if not folder["is_answered"]]
+    unseen_nodes = [who for who, folder in facts.folders if not folder["is_answered"]]
     if unseen:
         text = f"not shared: {worker_name(unseen[0])} does not see the driver's files"
         yield CheckVerdict("FAIL", text, SHARED_RUN)
-    elif unanswered:
-        text = f"not shared: the driver does not see the files of {worker_name(unanswered[0])}"
+    elif unseen_nodes:
+        text = f"not shared: the driver does not see the files of {worker_name(unseen_nodes[0])}"
         yield CheckVerdict("FAIL", text, SHARED_RUN)
     elif lacking:
         who, lacks = lacking[0]
@@ -283,14 +283,14 @@ def clocks(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     if abs(worst_s) - uncertainty_s > SKEW_S:
         side = "ahead of" if worst_s > 0 else "behind"
         text = f"the clock of {furthest} is {milliseconds(abs(worst_s))} {side} the driver's, {give_or_take}"
-        remedy = "synchronize the clocks with NTP, so that times in the records of different nodes are comparable"
+        remedy = "synchronise the clocks with NTP, so that times in the records of different nodes are comparable"
         yield CheckVerdict("WARN", text, remedy)
     else:
         yield CheckVerdict("OK", f"within {milliseconds(abs(worst_s))} of the driver's, {give_or_take}")
 
 
 def disk(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Compare the free space in the run directory with the size of future checkpoints."""
+    """Compare the free disk space in the run directory with the size of future checkpoints."""
     free = [folder["free_bytes"] for _, folder in facts.folders if folder["written_bytes"]]
     if not free:
         yield CheckVerdict("WARN", "not measured, because no node could write to the run directory")
@@ -302,7 +302,7 @@ def disk(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def disk_speed(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Estimate how long the largest checkpoint takes, from the measured write speed of the run directory."""
+    """Estimate the time to write the largest checkpoint, from the measured write speed of the run directory."""
     written = [folder for _, folder in facts.folders if folder["written_bytes"]]
     if not written:
         return
@@ -319,7 +319,7 @@ def disk_speed(facts: ClusterFacts) -> Iterator[CheckVerdict]:
 
 
 def memory(facts: ClusterFacts) -> Iterator[CheckVerdict]:
-    """Compare free memory with the estimates of `plan`, on the node with the least memory per worker."""
+    """Compare free memory with `plan`'s estimates, on the node with the least memory per worker."""
     tightest = min(
         facts.workers,
         key=lambda worker: worker["machine"]["memory_free"] / facts.workers_on[worker["identity"]["node"]],
@@ -335,7 +335,7 @@ def memory(facts: ClusterFacts) -> Iterator[CheckVerdict]:
         gpu_needed = max(gpu_needed, stage.memory_bytes or 0)
         if stage.memory_bytes is None:
             untraced.append(stage.name)
-        # With GPUs, host memory holds only the snapshot that is being saved.
+        # With GPUs, host memory holds only the snapshot being saved.
         bytes_here = stage.snapshot_bytes
         if not facts.requirements.gpus_per_worker:
             bytes_here += stage.memory_bytes or 0
@@ -382,7 +382,7 @@ def open_files(facts: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check the open-file limit of each node."""
     lowest = min(facts.everywhere, key=lambda place: place["machine"]["open_files"])
     limit = lowest["machine"]["open_files"]
-    needed = OPEN_FILES + OPEN_FILES_A_WORKER * len(facts.workers)
+    needed = OPEN_FILES + OPEN_FILES_PER_WORKER * len(facts.workers)
     text = f"limit {limit:,} for a worker on {lowest['identity']['node']}, about {needed:,} needed"
     remedy = f"run ulimit -n {4 * needed} before ray start, or set LimitNOFILE= in its systemd unit"
     yield CheckVerdict("WARN" if limit < needed else "OK", text, remedy)

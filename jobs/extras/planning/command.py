@@ -18,7 +18,8 @@ def plan(
     overrides: Overrides = None,
     resolved: Annotated[bool, typer.Option("--resolved", help="Print the recipe with all defaults and exit.")] = False,
     without_data: Annotated[
-        bool, typer.Option("--without-data", help="Exit with 0 even if data or weights needed by `run` are missing.")
+        bool,
+        typer.Option("--without-data", help="Exit with code 0 even if data or weights needed by `run` are missing."),
     ] = False,
     fresh: Fresh = False,
     gpu: Annotated[
@@ -31,7 +32,7 @@ def plan(
     ] = None,
     _debug: Debug = False,
 ) -> Answer:
-    """Print a recipe's memory needs, duration, cost and stages; exit with the same code as `run` would."""
+    """Print a recipe's memory needs, duration, cost and stages; exit with the code that `run` would return."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     if resolved:
         from jobs.extras import recipe_text
@@ -78,7 +79,7 @@ def recipe_lines(document: Document) -> list[str]:
 
 
 def preflight(context: typer.Context, recipe: Recipe, overrides: Overrides = None, _debug: Debug = False) -> Answer:
-    """Measure workers, links, disks and data before a run; print OK, WARN or FAIL with a remedy for each check."""
+    """Measure workers, links, disks and data before a run; report OK, WARN or FAIL, with remedies."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     from jobs.cluster.ray import disconnect
     from jobs.extras.planning import preflight

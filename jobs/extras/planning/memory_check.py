@@ -1,4 +1,4 @@
-"""Check, before a training stage runs and before each attempt, that the stage fits into its devices' memory.
+"""Check that a training stage fits into its devices' memory, before the stage and before each attempt.
 
 1. If `cluster.gpu_memory_gb` is set, raise an error for a stage that does not fit, and suggest changes.
 2. If a plan has already traced the stage's step, each worker compares the required memory with the free memory of its
@@ -14,14 +14,14 @@ from jobs.stages.training import TrainingExtra, allowed_worlds
 from models import ModelConfig
 from pipeline.training_config import TrainConfig, has_whole_images
 
-MANY = 1_000_000  # number of steps that is enough for each phase of the schedule to occur
+MANY_STEPS = 1_000_000  # number of steps large enough for each phase of the schedule to occur
 
 
 class MemoryCheck(TrainingExtra):
     """Compares a stage's memory needs with the memory of its devices."""
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
-        """Yield memory problems of a stage, if its model is known."""
+        """Yield a stage's memory problems, if its model is known."""
         if stage.model is None or not available.checks_files:
             return
         # Check the fewest workers, with which each worker needs the most memory.
@@ -32,11 +32,11 @@ class MemoryCheck(TrainingExtra):
             yield CheckResult.of(error, MEMORY)
 
     def job_fields(self, cfg: TrainConfig, context: Context) -> Mapping[str, Any]:
-        """Return the bytes that a worker needs, if a plan has already traced this step; otherwise {}.
+        """Return the bytes needed by a worker, if a plan has already traced this step; otherwise {}.
 
-        If the recipe allows several numbers of workers, use the largest number, with which each worker needs the least,
-        so that no start is refused wrongly. Return {} for a stage that never uses whole images, because such a stage
-        needs less than the traced step.
+        If the recipe allows several numbers of workers, use the largest, with which each worker needs the least memory,
+        so that no start is refused wrongly. Return {} for a stage that never uses whole images, because it needs less
+        than the traced step.
         """
         from pipeline.extras.plan.memory import need_if_traced
 
@@ -50,11 +50,11 @@ class MemoryCheck(TrainingExtra):
 
 def sees_whole_images(cfg: TrainConfig, model: ModelConfig) -> bool:
     """Return whether any step of a stage trains on whole images, as the traced step does."""
-    return has_whole_images(cfg.phases(MANY, model))
+    return has_whole_images(cfg.phases(MANY_STEPS, model))
 
 
 def check_memory(stage: Stage, available: Available, fewest: int) -> Iterator[CheckResult]:
-    """Raise ConfigError, with suggestions, if a stage on `fewest` workers exceeds `cluster.gpu_memory_gb`.
+    """Raise ConfigError, with suggestions, if a stage needs more than `cluster.gpu_memory_gb` on `fewest` workers.
 
     If there is no limit, nothing is traced, because a trace takes several seconds. A failed trace is a warning.
     """

@@ -1,4 +1,4 @@
-"""Implements `patchline plan RECIPE`: estimate memory, time and cost of a recipe, and show which stages would run.
+"""Implements `patchline plan RECIPE`: estimate a recipe's memory, time and cost, and show which stages would run.
 
     fits    yes: pretrain needs the most, 23.1 GiB per worker of the 79.1 GiB of an H100
     time    4d03h for 1 training stage; with 2.0 failures 4d05h
@@ -25,7 +25,7 @@ import models
 from data.checks import few
 from data.files import memory_text
 from data.index.names import Names, preview
-from jobs.extras.planning.plan_training import PlannedTraining, bill, span
+from jobs.extras.planning.plan_training import PlannedTraining, format_cost, format_duration_range
 from jobs.extras.recipe_text import describe_value
 from jobs.extras.studies import table
 from jobs.extras.studies.law import compute_of
@@ -126,7 +126,7 @@ class Plan:
                 f"parameters, {models.macs_of(model) / 1e9:.3f} GMACs per image",
             )
             self.stages[-1]["parameters"] = models.parameters_of(model)
-        # A finished stage does not need its inputs any more.
+        # A finished stage no longer needs its inputs.
         if not is_done:
             self.stages[-1]["missing"] = list(stage.missing)
             for message in stage.missing:
@@ -158,7 +158,7 @@ class Plan:
         # 5. The training, unless it has finished.
         if stage.kind.trains and not is_done:
             trained = PlannedTraining(campaign, stage, self.assumed, self.add, self.log)
-            trained.work_out()
+            trained.compute()
             self.stages[-1] |= {
                 "device_bytes": trained.device_bytes,
                 "fits": trained.fits,
@@ -168,7 +168,7 @@ class Plan:
             self.to_train.append(trained)
 
     def sum_up(self) -> tuple[str, str, str]:
-        """Return the three summary lines: memory, time and cost of all unfinished training."""
+        """Return the three summary lines: memory, time and cost of all unfinished training stages."""
         stages = self.to_train
         if not stages:
             return "nothing left to train", "no training time", "no worker-hours of training"
@@ -197,11 +197,11 @@ class Plan:
             most_hours += stage.most_s * stage.world / HOUR_S
 
         # 2. Memory: the largest stage decides.
-        # In a worker's main memory there is more than tensors; its memory line says how much.
+        # A worker's main memory contains more than tensors; the stage's memory line says how much.
         tensors = "" if largest.is_gpu else " of tensors"
         fits = f"{largest.name} needs the most, {memory_text(largest.device_bytes)}{tensors} per worker"
         if too_large:
-            fits = f"NO: not enough memory for a worker of {few(too_large)}"
+            fits = f"NO: too little memory per worker for {few(too_large)}"
         elif not largest.device_bytes:
             fits = "unknown"
         elif largest.limit:
@@ -216,18 +216,18 @@ class Plan:
         # 3. Time and cost, as a range if any stage is estimated.
         if not timed:
             return fits, f"unknown: {stages[0].no_time}", "unknown, because the time is unknown"
-        time = f"{span(least_s, most_s)} for {counted(len(timed), 'training stage')}"
+        time = f"{format_duration_range(least_s, most_s)} for {counted(len(timed), 'training stage')}"
         if least_s < most_s:
             time = f"ESTIMATE, not measured: {time}, without saves and failures"
         elif self.assumed.mtbf_hours is not None:
             time += f" with {failures:.1f} failures"
         if untimed:
             time += f"; UNKNOWN for {few(untimed)}"
-        return fits, time, bill(least_hours, most_hours, self.assumed.price)
+        return fits, time, format_cost(least_hours, most_hours, self.assumed.price)
 
 
 def known_names(stage: Stage, available: Available) -> tuple[Names, list[str]]:
-    """Return a stage's class names, from its first data set with names, and its unnamed data sets as "field (path)"."""
+    """Return a stage's class names, and its data sets without class names as "field (path)"."""
     paths: dict[str, str] = {}
     for shared in stage.kind.shared_classes(stage.config):
         paths |= shared.sets

@@ -1,4 +1,4 @@
-"""Plan the training of a stage: one line each for batch, steps, data, compute, memory, time and cost.
+"""Plan a stage's training: one line each for batch, steps, data, compute, memory, time and cost.
 
       batch   4096 = 8 workers × micro_batch 512 × accumulation 1
       steps   2,190 (9.0M images, 7.00 passes over 1,281,167 samples)
@@ -37,10 +37,10 @@ from pipeline.training_config import flops_of, has_one_shape
 from pipeline.training_data import batch_arithmetic, cache_line, steps_of, training_order
 from pipeline.values import amount, counted, duration, milliseconds
 
-LEAST_GAIN = 0.01  # another save_every is suggested if it saves at least this fraction of a stage's time
+MIN_GAIN = 0.01  # another save_every is suggested if it saves at least this fraction of a stage's time
 
 
-def span(least_s: float, most_s: float) -> str:
+def format_duration_range(least_s: float, most_s: float) -> str:
     """Format a duration or a range of durations: "4d03h", "3d01h to 6d02h"."""
     if math.isinf(most_s):
         return "NEVER finishes, because failures lose more work than is done between them"
@@ -49,7 +49,7 @@ def span(least_s: float, most_s: float) -> str:
     return f"{duration(least_s)} to {duration(most_s)}"
 
 
-def bill(least_hours: float, most_hours: float, price: float | None) -> str:
+def format_cost(least_hours: float, most_hours: float, price: float | None) -> str:
     """Format a number or range of worker-hours and its price."""
     hours = f"{least_hours:,.1f}"
     money = f"{least_hours * (price or 0):,.2f}"
@@ -62,7 +62,7 @@ def bill(least_hours: float, most_hours: float, price: float | None) -> str:
 
 
 class PlannedTraining(TrainedFacts):
-    """Computes the plan of a training stage: its lines, and the numbers for the summary."""
+    """Computes the plan of a training stage: its lines, and its numbers for the summary."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class PlannedTraining(TrainedFacts):
         self.no_time = "the data or the model does not exist yet"  # why the duration is unknown
         self.is_asynchronous = getattr(self.cfg, "evaluate_on", "training") == "spare"
 
-    def work_out(self) -> None:
-        """Compute the estimates and add their lines, without those that need unknown data or an unknown model."""
+    def compute(self) -> None:
+        """Compute the estimates and add their lines; skip estimates for which the data or the model is unknown."""
         is_known = self.describe()
         self.log(f"plan: {self.name}: estimating the memory of a step (once per config) …")
         for result in results("plan", self, STAGE):
@@ -156,13 +156,13 @@ class PlannedTraining(TrainedFacts):
         return True
 
     def add_data(self, samples: int | None) -> None:
-        """Add lines for the number of steps, the evaluations, and the composition of batches."""
+        """Add lines for the number of steps, the evaluations, and the composition of each batch."""
         cfg = self.cfg
         images = len(self.taken) * cfg.batch_size
         passes = "the data does not exist yet"
         if samples:
             passes = f"{images / samples:.2f} passes over {samples:,} samples"
-            if not self.all_there:
+            if not self.has_all_sets:
                 passes += " (according to the recipe; the data does not exist yet)"
         steps = f"{self.steps:,}"
         if cfg.first_step:
@@ -187,7 +187,7 @@ class PlannedTraining(TrainedFacts):
                 if index is not None:
                     text += f", {self.steps * share / index.samples:.2f} passes over {index.samples:,} samples"
                 self.add("mixture", text)
-        if self.all_there and any(index.remote for index in self.indexes):
+        if self.has_all_sets and any(index.remote for index in self.indexes):
             joined, order = training_order(cfg, self.indexes)
             slots = batch_arithmetic(cfg, self.fewest).slots(0)
             self.add("cache", f"a worker needs {cache_line(joined, order, slots, 0, cfg.data)}")
@@ -195,7 +195,7 @@ class PlannedTraining(TrainedFacts):
     # -------------------------------------------------------------------------------------------- time and money
 
     def add_time(self) -> None:
-        """Add the time and cost of all steps, measured by trials or estimated."""
+        """Add the time and cost of all steps, measured by trials or estimated from FLOPs."""
         cluster = self.campaign.cluster
         trials = []
         key = trial_key(self.campaign, self.stage)
@@ -243,21 +243,21 @@ class PlannedTraining(TrainedFacts):
         if evaluations_s:
             text += f" and evaluations ({duration(evaluations_s)}, at a third of a training step's time per image)"
         if mtbf_s is not None:
-            text += f"; with {self.failures:.1f} failures {span(seconds, seconds)}"
+            text += f"; with {self.failures:.1f} failures {format_duration_range(seconds, seconds)}"
         hours = seconds * self.world / HOUR_S
-        self.add("finish", f"{text}; {bill(hours, hours, self.assumed.price)}")
+        self.add("finish", f"{text}; {format_cost(hours, hours, self.assumed.price)}")
         if mtbf_s is None:
             return
         best_s = best_save_seconds(trial, mtbf_s)
         best_every = min(max(1, round(best_s / work_s * steps)), steps)
         with_best_s, _ = seconds_with_failures(work_s, best_every * work_s / steps, trial, mtbf_s)
         text = f"every {cfg.save_every:,} steps; "
-        if with_best_s < (1 - LEAST_GAIN) * seconds:
+        if with_best_s < (1 - MIN_GAIN) * seconds:
             sooner = "at all" if math.isinf(seconds) else f"{1 - with_best_s / seconds:.0%} sooner"
             text += f"saving every {best_every:,} steps would make it finish {sooner} (Young 1974): set "
             text += f"{self.name}.save_every={best_every}"
         else:
-            text += f"no other interval would make it finish {LEAST_GAIN:.0%} sooner (Young 1974)"
+            text += f"no other interval would make it finish {MIN_GAIN:.0%} sooner (Young 1974)"
         self.add(
             "save",
             f"{text}; a save pauses training for {milliseconds(trial.save_stall_s)} and is committed after "
@@ -265,7 +265,7 @@ class PlannedTraining(TrainedFacts):
         )
 
     def add_estimate(self, gpu: Gpu) -> None:
-        """Add the time of all steps, estimated from their FLOPs and a range of GPU utilization."""
+        """Add the time of all steps, estimated from their FLOPs and a range of GPU utilisation."""
         trained_images = len(self.taken) * self.cfg.batch_size
         low, high = estimated_rates(self.flops / trained_images, gpu, self.world)
         images = trained_images + self.evaluated_images() / 3
@@ -276,12 +276,13 @@ class PlannedTraining(TrainedFacts):
             f"ESTIMATE, not measured: {amount(low)} to {amount(high)} images/s, 20 to 40 % of the peak performance of "
             f"{self.world} {gpu.name}; to measure it, run {TRY}",
         )
-        text = f"{span(self.least_s, self.most_s)} for {len(self.taken):,} steps, without saves and failures"
-        money = bill(self.least_s * self.world / HOUR_S, self.most_s * self.world / HOUR_S, self.assumed.price)
+        seconds = format_duration_range(self.least_s, self.most_s)
+        text = f"{seconds} for {len(self.taken):,} steps, without saves and failures"
+        money = format_cost(self.least_s * self.world / HOUR_S, self.most_s * self.world / HOUR_S, self.assumed.price)
         self.add("finish", f"{text}; {money}")
 
     def evaluated_images(self) -> int:
-        """Return the total number of images that the training workers evaluate, counting only existing data sets."""
+        """Return the total number of images evaluated by the training workers, counting only existing data sets."""
         images = 0
         for path in (self.cfg.data.evaluate, self.cfg.probe.train, self.cfg.probe.test):
             index = index_if_made(self.campaign.path_of(path)) if path else None

@@ -1,4 +1,4 @@
-"""Implements `patchline preflight RECIPE`: check before a run whether its cluster can run the recipe.
+"""Implements `patchline preflight RECIPE`: check before a run whether the cluster can run the recipe.
 
     OK   workers     2 on 2 nodes (h0: 0, h1: 1), on cpu
     FAIL run folder  not shared: worker 1 on h1 does not see the driver's files
@@ -12,7 +12,7 @@
 4. Compare the reports with the requirements (checks.py). The checks of the recipe itself come first.
 
 The run is not changed: only a temporary folder in its directory is created and deleted. The exit code is that of the
-first FAIL; 0 if there is none.
+first FAIL, or 0 if all checks pass.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from pipeline.checkpoints.saver import bytes_to_come, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.extras.plan.memory import memory_need, snapshot_bytes
 from pipeline.extras.plan.memory_traces import TraceFailed
-from pipeline.extras.preflight.folder import answering
+from pipeline.extras.preflight.folder import acting_as_driver
 from pipeline.extras.preflight.worker import PreflightReport, examine, examine_node
 from pipeline.identity import code_version
 from pipeline.training_config import TrainConfig
@@ -135,7 +135,7 @@ def worlds_of_all(campaign: Campaign) -> list[int]:
 
 
 def requirements_of(campaign: Campaign, world: int) -> Requirements:
-    """Return the requirements of all unfinished stages, as far as they are known now."""
+    """Return the requirements of all unfinished stages; requirements not known yet are omitted."""
     cluster = campaign.cluster
     stages = []
     sets: dict[str, float | None] = {}
@@ -247,7 +247,7 @@ def measure_everywhere(
             "largest_bytes": min(max(largest, SMALLEST_ALL_REDUCE), LARGEST_ALL_REDUCE),
             "timeout_s": cluster.start_timeout_s,
         }
-        with answering(shared):
+        with acting_as_driver(shared):
             try:
                 report = run_worker_group(
                     examine,
@@ -271,7 +271,7 @@ def measure_everywhere(
 
 
 def nothing_measured(error: Exception) -> CheckResult:
-    """Return the FAIL for a failed worker group; the exit code is UNAVAILABLE unless the error has a specific code."""
+    """Return the result FAIL for a failed worker group; the exit code is that of its error, or UNAVAILABLE."""
     failure = CheckResult.of(error, "workers")
     code = failure.exit_code
     if code == ExitCode.INTERNAL:

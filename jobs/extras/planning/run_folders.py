@@ -1,4 +1,4 @@
-"""Provide folders for commands that do not own a run: a temporary folder, and a readable copy of the run."""
+"""Provide folders for commands that do not own the run: a temporary folder, and a readable copy of the run."""
 
 import shutil
 import signal
@@ -18,7 +18,7 @@ from jobs.run.sync import fetch_small_files, is_synced, last_owner
 
 @contextmanager
 def temporary_run(run: Path) -> Iterator[Path]:
-    """Create a temporary folder in the run directory for the block; remove the run directory too if it is new.
+    """Create a temporary folder in the run directory for the block; if the run directory is new, remove it too.
 
     In the main thread, SIGTERM raises KeyboardInterrupt during the block, so that the folder is always removed.
     """
@@ -30,7 +30,7 @@ def temporary_run(run: Path) -> Iterator[Path]:
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, interrupt) if is_main else None
     try:
-        was_there = run.exists()
+        existed = run.exists()
         run.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".temporary-", dir=run))
         try:
@@ -39,7 +39,7 @@ def temporary_run(run: Path) -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            if not was_there:
+            if not existed:
                 with suppress(OSError):
                     run.rmdir()
     finally:

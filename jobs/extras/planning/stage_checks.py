@@ -1,26 +1,35 @@
-"""Check a training stage using only its recipe and this machine: inputs, cores, decoding speed, memory."""
+"""Check a training stage using only the recipe and this machine: inputs, cores, decoding speed, memory."""
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from time import process_time
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 import models
-from data.decoder import images_per_cpu_s
+from data.draws import Draws
+from data.errors import DataError
+from data.images.augment import AugmentConfig, augment
+from data.images.decode import BadImage
 from data.index.index import Index
+from data.shards.reader import ShardReader
 from jobs import cluster_config
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
 from jobs.stages.training import allowed_worlds
-from pipeline.extras.plan.cost import GPUS, MOST_SHARE, Assumptions
+from pipeline.extras.plan.cost import GPUS, MAX_SHARE, Assumptions
 from pipeline.extras.plan.memory import GIB, describe_need, memory_need
 from pipeline.extras.plan.memory_traces import TraceFailed
 from pipeline.process_group import memory_free
 from pipeline.training_config import TrainConfig, has_whole_images
 from pipeline.training_data import steps_of
 
-GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # FLOP/s of a GPU in the best case
+GPU_FLOPS = MAX_SHARE * GPUS["h100"].peak  # FLOP/s of a GPU in the best case
 CPU_RATE = 650.0  # ImageNet-1k images/s decoded by a busy core (e2babf2); 925 if idle, benchmarks/README.md
-MOST_PROCESSES = 128  # maximum number of decoding processes to recommend per GPU: the cores per GPU of a large node
+MEASURED = 128  # images decoded to measure the decoding speed
+MAX_PROCESSES = 128  # maximum number of decoding processes to recommend per GPU: the cores per GPU of a large node
 
 
 class CheckVerdict(NamedTuple):
@@ -55,23 +64,23 @@ class TrainedFacts:
         for name, path in self.cfg.data.sets().items():
             self.index_of[name] = index_if_made(self.campaign.path_of(path))
         self.indexes = [index for index in self.index_of.values() if index is not None]
-        self.all_there = len(self.indexes) == len(self.index_of)
+        self.has_all_sets = len(self.indexes) == len(self.index_of)
 
     @property
     def samples(self) -> int | None:
         """Return the number of training samples: from the data sets if all exist, otherwise from the recipe."""
-        if self.all_there:
+        if self.has_all_sets:
             return sum(index.samples for index in self.indexes)
         return self.cfg.data.samples
 
     @property
     def fits(self) -> bool:
-        """Return whether the stage fits into the memory of a worker's device; True if the limit is unknown."""
+        """Return whether the stage fits into a device's memory; True if the limit is unknown."""
         return not self.limit or self.device_bytes <= self.limit
 
 
 def inputs(facts: TrainedFacts) -> Iterator[CheckVerdict]:
-    """Yield a FAIL if a training set or the model is missing."""
+    """Yield a verdict of level FAIL if a training set or the model is missing."""
     for name, index in facts.index_of.items():
         if index is None:
             path = facts.campaign.path_of(facts.cfg.data.sets()[name])
@@ -82,7 +91,7 @@ def inputs(facts: TrainedFacts) -> Iterator[CheckVerdict]:
 
 
 def cores(facts: TrainedFacts) -> Iterator[CheckVerdict]:
-    """Yield a WARN if there are more workers than cores on this machine."""
+    """Yield a verdict of level WARN if there are more workers than cores on this machine."""
     core_count = cluster_config.cores()
     if facts.campaign.cluster.backend == "processes" and not facts.is_gpu and facts.world > core_count:
         yield CheckVerdict(
@@ -110,14 +119,14 @@ def feed(facts: TrainedFacts) -> Iterator[CheckVerdict]:
     needed = GPU_FLOPS / models.training_flops(facts.model, 1)  # images/s
     needed_cores = math.ceil(needed / rate)
     text = (
-        f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at {MOST_SHARE:.0%}, the best case) trains on "
+        f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at {MAX_SHARE:.0%}, the best case) trains on "
         f"{needed:,.0f} images/s; a core decodes {rate:,.0f} images/s ({source}); "
     )
     processes = f"data.processes={cfg.data.processes}"
     # Using more decoding processes than cores does not speed up decoding.
     if cfg.data.decode == "gpu":
         yield CheckVerdict("OK", f"{text}data.decode=gpu is not checked")
-    elif needed_cores > MOST_PROCESSES:
+    elif needed_cores > MAX_PROCESSES:
         most = rate * max(1, min(cfg.data.processes, cores_per_worker))
         text += f"for such a small model, decoding is the limit: {processes} on {cores_per_worker} cores decode "
         yield CheckVerdict("OK", f"{text}{most:,.0f} images/s")
@@ -162,3 +171,27 @@ def memory(facts: TrainedFacts) -> Iterator[CheckVerdict]:
         text += "; this is for whole images, so the actual need with patch dropout is lower"
     facts.device_bytes = need.device_bytes
     yield CheckVerdict("OK" if facts.fits else "WARN", text)
+
+
+def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float | None:
+    """Measure how many images per second one core decodes from the first non-empty shard; None if reading fails."""
+    filled_shards = np.flatnonzero(index.shard_samples)
+    if len(filled_shards) == 0:
+        return None
+    shard = int(filled_shards[0])
+    images = min(MEASURED, index.shards[shard].samples)
+    # Used by `plan`, which must not wait for a whole shard to be hashed.
+    reader = ShardReader(index, verify=False)
+    out = np.empty((image_size, image_size, 3), np.uint8)
+    try:
+        # Round 1 decodes the first image as a warm-up; the clock restarts for round 2.
+        for images_of_round in (1, images):
+            start = process_time()
+            for sample in range(images_of_round):
+                # Bad images cost time in training too, so they count.
+                with suppress(BadImage):
+                    _, encoded, _ = reader.read(shard, sample)
+                    augment(encoded, image_size, Draws(sample), cfg, out)
+    except (DataError, OSError):
+        return None
+    return images / max(process_time() - start, 1e-9)

@@ -1,4 +1,4 @@
-"""Implements `patchline trial RECIPE`: measure real steps of each training stage, from which `plan` predicts times.
+"""Implements `patchline trial RECIPE`: measure steps of each training stage, so that `plan` can predict times.
 
     pretrain   30 steps of 1024 images on 8 workers, the first 5 as warm-up …
     pretrain   800 ms per step: compute 752 ms, waiting for storage 0.31 ms, decoding 41 ms, transfer 6.20 ms
@@ -9,7 +9,8 @@
 1. Run every training stage whose data exists, with the same workers, loop and saves as in `run`, but with fewer steps
    and without evaluations. The stage's folder is deleted at the end.
 2. Compute the time of each part of a step from the stage's records (pipeline/extras/plan/trial.py).
-3. Save the result with the run, under the number of workers and a digest of everything that affects step time.
+3. Save the result with the run; the file is named after a digest of everything that affects step time, and the number
+   of workers.
 """
 
 import time
@@ -80,7 +81,7 @@ def trial(campaign: Campaign, only: str | None) -> list[dict[str, Any]]:
     if campaign.cluster.backend == "ray":
         connect(campaign.cluster)
     try:
-        return [try_stage(campaign, stage) for stage in to_try]
+        return [measure_stage(campaign, stage) for stage in to_try]
     finally:
         disconnect()
 
@@ -121,7 +122,7 @@ def trial_key(campaign: Campaign, stage: Stage) -> str:
     return digest({"config": plain(relevant), "model": model, "sets": sets, "weights": cfg.data.weights()})
 
 
-def try_stage(campaign: Campaign, stage: Stage) -> dict[str, Any]:
+def measure_stage(campaign: Campaign, stage: Stage) -> dict[str, Any]:
     """Run the steps of a stage in a temporary folder and measure them; print, save and return the result."""
     # 1. Change the length, saves and evaluations in the stage's config.
     cfg: TrainConfig = stage.config
@@ -207,7 +208,7 @@ class StepPrinter:
         self.last_step = 0
 
     def poll(self, _attempt: int, _step: int) -> None:
-        """Print the step of the newest report, unless that step has already been printed."""
+        """Print the step of the newest report, unless it was already printed."""
         reports = read_metrics(self.directory)
         if reports and reports[-1]["step"] > self.last_step:
             self.last_step = reports[-1]["step"]

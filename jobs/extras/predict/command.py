@@ -1,4 +1,4 @@
-"""`patchline predict`."""
+"""The command `patchline predict`, with its arguments and options."""
 
 from pathlib import Path
 from typing import Annotated

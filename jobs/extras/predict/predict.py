@@ -32,23 +32,24 @@ from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from jobs.extras.conversion import class_names, load, verify
 from jobs.extras.given_images import encoded_images
-from jobs.terminal import ProgressMeter
+from jobs.progress import ProgressMeter
 from models.catalog import normalise
 from pipeline.evaluation import any_weights
+from pipeline.extras.recorded_origin import recorded_loss
 from pipeline.values import counted
 
-MOST_COUNTED = 5  # classes in the summary
-MOST_THUMBNAILS = 200  # on the page, about 4 KB each
+MAX_CLASSES_LISTED = 5  # classes in the summary
+MAX_THUMBNAILS = 200  # on the page, about 4 KB each
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of one image; no labels if the image cannot be decoded."""
+    """The most probable classes of one image; without labels if the image cannot be decoded."""
 
     file: str
     labels: tuple[str, ...] = ()
     scores: tuple[float, ...] = ()
-    thumbnail: str = ""  # base64 JPEG; "" beyond the first MOST_THUMBNAILS images
+    thumbnail: str = ""  # base64 JPEG; "" beyond the first MAX_THUMBNAILS images
     problem: str = ""  # why the image cannot be decoded
 
 
@@ -67,7 +68,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
     names = class_names(weights)
     recorded = any_weights.recorded_preprocessing(weights, model.config.image_size)
     ops = recorded.ops if recorded is not None else f"resize({model.config.image_size})"
-    is_sigmoid = any_weights.recorded_loss(weights) == "sigmoid"
+    is_sigmoid = recorded_loss(weights) == "sigmoid"
 
     rows: list[Prediction] = []
     progress = ProgressMeter("images")
@@ -81,7 +82,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
             if image is None:
                 rows.append(Prediction(file, problem=problem))
                 continue
-            thumbnail = page.jpeg(image) if len(rows) < MOST_THUMBNAILS else ""
+            thumbnail = page.jpeg(image) if len(rows) < MAX_THUMBNAILS else ""
             rows.append(Prediction(file, *next(labels), thumbnail))
         progress(len(rows))
     bad = [row for row in rows if row.problem]
@@ -93,7 +94,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
     write_table(rows, table, top)
     title = f"Predictions of {weights}"
     page.write_page(
-        table.with_suffix(".html"), "predict.html", title=title, rows=rows[:MOST_THUMBNAILS], total=len(rows)
+        table.with_suffix(".html"), "predict.html", title=title, rows=rows[:MAX_THUMBNAILS], total=len(rows)
     )
 
     lines = verification
@@ -104,7 +105,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
     if bad:
         lines.append(f"skipped {counted(len(bad), 'undecodable image')}, for example {bad[0].file}: {bad[0].problem}")
     predicted = Counter(row.labels[0] for row in rows if row.labels)
-    common = [f"{name} {count:,}" for name, count in predicted.most_common(MOST_COUNTED)]
+    common = [f"{name} {count:,}" for name, count in predicted.most_common(MAX_CLASSES_LISTED)]
     lines.append(f"predicted {counted(len(rows) - len(bad), 'image')}: {', '.join(common)}")
     lines.append(f"written  {table}  {table.with_suffix('.html')}")
     images_of_document = []
@@ -121,7 +122,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
 
 
 def decoded(paths: list[str], ops: str) -> Iterator[tuple[str, np.ndarray | None, str]]:
-    """Yield the name, pixels and error of each image: pixels are (height, width, 3) uint8, or None after an error."""
+    """Yield each image's name, pixels and error; the pixels are (height, width, 3) uint8, or None after an error."""
     for name, encoded in encoded_images(paths):
         try:
             yield name, preprocess(decode(encoded), ops), ""
@@ -130,7 +131,7 @@ def decoded(paths: list[str], ops: str) -> Iterator[tuple[str, np.ndarray | None
 
 
 def logits_of(model: "models.Model", pixels: np.ndarray, device: torch.device) -> Tensor:
-    """Return the logits (images, classes) of pixels (images, h, w, 3). Raises DataError for NaN or infinity."""
+    """Return the logits (images, classes) for pixels (images, h, w, 3). Raises DataError if any logit is not finite."""
     batch = torch.from_numpy(pixels).permute(0, 3, 1, 2)
     with torch.inference_mode():
         logits = model(normalise(batch, model.config, torch.float32, device)).float().cpu()

@@ -36,8 +36,8 @@ from pipeline.extras.replays.batch import RecordedStep, TrainedStage
 from pipeline.monitoring.telemetry import account
 from pipeline.values import counted, duration
 
-NAMED = 8  # maximum number of differing states that a finding lists, largest first
-NOISE = 1e-8  # second moments below this fraction of a parameter's largest belong to gradients that are zero in theory
+MAX_LISTED = 8  # maximum number of differing states that a finding lists, largest first
+NOISE = 1e-8  # second moments below this fraction of a parameter's largest belong to theoretically zero gradients
 LAST_BITS = 1e-4  # relative difference of a loss or norm that other hardware can cause in the first steps
 SIGNED_AS = "patchline"  # namespace of the signature
 # Fields of an attempt's start on which bits may depend.
@@ -47,7 +47,7 @@ OTHER_HARDWARE = "other hardware or libraries: cannot judge"
 
 @dataclass(frozen=True)
 class StateDifference:
-    """The largest difference in a parameter's weights, or in one of its moments, between two commits of a step."""
+    """The largest difference in a parameter's weights, or in one of its moments, between two commits at one step."""
 
     parameter: str
     kind: str  # "master", or a moment's name
@@ -108,10 +108,10 @@ def audit(
     key: str | None,
     overrides: Sequence[str],
 ) -> dict[str, Any]:
-    """Repeat stretches of a run, print a line for each, and write audit.json; return its content.
+    """Repeat stretches of a run's steps, print a line for each, and write audit.json; return its content.
 
-    Raises DataError if a stretch differs, ClusterError if the difference may be due to the different
-    conditions on this machine; also UsageError, and any error that a run raises.
+    Raises DataError if a stretch differs, or ClusterError if different conditions on this machine may be the reason;
+    also UsageError, and any error that a run raises.
     """
     replays = Replays("audit", run, output, overrides)
     stage = replays.stage
@@ -171,17 +171,17 @@ def audit(
     if key is not None:
         Path(f"{report}.sig").unlink(missing_ok=True)
         command = ["ssh-keygen", "-Y", "sign", "-f", key, "-n", SIGNED_AS, str(report)]
-        answer = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-        if answer.returncode != 0:
+        signing = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if signing.returncode != 0:
             raise ClusterError(
-                f"ssh-keygen cannot sign with {key}: {answer.stderr.strip()}\n  expected a private SSH key"
+                f"ssh-keygen cannot sign with {key}: {signing.stderr.strip()}\n  expected a private SSH key"
             )
         verify = f"ssh-keygen -Y verify -f ALLOWED_SIGNERS -I NAME -n {SIGNED_AS} -s {report}.sig < {report}"
         echo(f"signed: {report}.sig; to verify it, run: {verify}")
     if differing and all(finding.verdict == OTHER_HARDWARE for finding in differing):
         conditions = sorted({name for finding in differing for name in finding.conditions})
         error: PatchlineError = ClusterError(
-            f"cannot judge {replays.name} here: this machine differs from that of the run in {', '.join(conditions)}, "
+            f"cannot audit {replays.name} here: this machine differs from that of the run in {', '.join(conditions)}, "
             f"which changes the last bits; both values are in {report}\n"
             "  repeat the audit under the conditions of the run: the same processor, libraries, threads and variables"
         )
@@ -197,7 +197,7 @@ def audit(
 
 
 def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Finding]:
-    """Draw random stretches between consecutive commits: as many as fit in `share` of all steps, at least one.
+    """Draw random stretches between consecutive commits: as many as fit into `share` of all steps, but at least one.
 
     Raises UsageError if there are no commits to compare with.
     """
@@ -220,7 +220,7 @@ def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Findi
 
 
 def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None:
-    """Compare the steps and the last commit of a stretch with the repetition; store the differences in `finding`."""
+    """Compare a stretch's steps and last commit with their repetition; store the differences in `finding`."""
     start = after.start_of(finding.last)
     start_before = before.start_of(finding.last)
     finding.world = start["world"]
@@ -236,13 +236,13 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
     for step in range(finding.start + 1, finding.last + 1):
         if step not in before.step_records or step not in after.step_records:
             continue
-        theirs = before.step_records[step]
-        ours = after.step_records[step]
+        original = before.step_records[step]
+        repetition = after.step_records[step]
         finding.steps += 1
-        finding.traced += bool(theirs.trace and ours.trace)
-        gap = max(relative(theirs.loss, ours.loss), relative(theirs.grad_norm, ours.grad_norm))
+        finding.traced += bool(original.trace and repetition.trace)
+        gap = max(relative(original.loss, repetition.loss), relative(original.grad_norm, repetition.grad_norm))
         has_other_result |= gap > 0
-        what, worker = first_difference(theirs, ours)
+        what, worker = first_difference(original, repetition)
         if what and not finding.what:
             finding.step = step
             finding.what = what
@@ -266,7 +266,7 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
             if not differs.any():
                 continue
             gaps = (theirs_here - ours_here).abs().nan_to_num(nan=math.inf)
-            # Ignore gradients that are zero in theory, for example those of the key's bias: Adam turns their rounding
+            # Ignore theoretically zero gradients, for example those of the key's bias: Adam turns their rounding
             # noise into updates, which would hide other differences.
             if (name, "exp_avg_sq") in read_repeated.pieces:
                 squares = read_repeated(name, "exp_avg_sq", piece.start, piece.length)
@@ -278,7 +278,7 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
             finding.differing.append(
                 StateDifference(name, kind, piece.start + element, difference, difference / scale, worker)
             )
-    finding.differing = sorted(finding.differing, key=lambda state: -state.relative)[:NAMED]
+    finding.differing = sorted(finding.differing, key=lambda state: -state.relative)[:MAX_LISTED]
 
     # 3. Combine the evidence. Other data explains every difference. Under other conditions, ignore differing traces if
     # nothing else differs. A commit can differ even if the records of its steps agree.
@@ -294,21 +294,21 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
         finding.worker = finding.differing[0].worker
 
 
-def first_difference(theirs: RecordedStep, ours: RecordedStep) -> tuple[str, int | None]:
-    """Return the first quantity that differs in a step ("" if none does), and the worker that differs, if known."""
+def first_difference(original: RecordedStep, repeated: RecordedStep) -> tuple[str, int | None]:
+    """Return the first quantity that differs in a step ("" if all agree), and the differing worker, if known."""
     pairs: list[tuple[str, Sequence[float], Sequence[float]]]
-    pairs = [("loss", [theirs.loss], [ours.loss]), ("gradient", [theirs.grad_norm], [ours.grad_norm])]
-    if theirs.trace and ours.trace:
-        losses, gradients, states = zip(theirs.trace, ours.trace, strict=True)
+    pairs = [("loss", [original.loss], [repeated.loss]), ("gradient", [original.grad_norm], [repeated.grad_norm])]
+    if original.trace and repeated.trace:
+        losses, gradients, states = zip(original.trace, repeated.trace, strict=True)
         pairs = [("loss", *losses), ("gradient", *gradients), *pairs]
-        if theirs.world == ours.world:  # with other world sizes, the workers hold different parts of the state
+        if original.world == repeated.world:  # with other world sizes, the workers hold different parts of the state
             pairs.insert(0, ("state", *states))
     for what, before, after in pairs:
         workers = set()
         for place, numbers in enumerate(zip(before, after, strict=True)):
             if relative(*numbers) > 0:
-                workers.add(place * theirs.world // len(before))
-        if len(workers) == 1 and len(before) >= theirs.world:
+                workers.add(place * original.world // len(before))
+        if len(workers) == 1 and len(before) >= original.world:
             return what, workers.pop()
         if workers:
             return what, None
@@ -329,7 +329,7 @@ def relative(before: float | None, after: float | None) -> float:
 
 
 def classify(finding: Finding) -> str:
-    """Return the probable cause of a difference."""
+    """Return the probable cause of the difference in a finding."""
     if finding.what == "ledger":
         return "other data"
     # Other instructions, threads or libraries round differently, in the first step or a later one. They cannot change a

@@ -1,4 +1,4 @@
-"""Find the samples that caused a spike, by masking parts of the batch.
+"""Find the samples that caused a spike by masking parts of the batch.
 
 `bisect RUN step=N` repeats one step many times in one attempt (pipeline/extras/replays/search.py). It prints the
 smallest group of samples without which the step's metric is normal: their keys, labels and shards, and their images,
@@ -29,7 +29,7 @@ from pipeline.monitoring.telemetry import without_nan
 from pipeline.training_config import TrainConfig
 
 METRICS = ("grad_norm", "loss")  # fields of pipeline.extras.replays.batch.RecordedStep
-MOST_SHOWN = 16  # maximum number of samples to print and to write as pictures
+MAX_SHOWN = 16  # maximum number of samples to print and to write as pictures
 
 
 def bisect(run: str, words: Sequence[str], *, output: str | None) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def bisect_step(replays: Replays, step: int, metric: str) -> dict[str, Any]:
             f"no single sample is the cause: {shown}; at least {len(samples)} of {batch_size} samples must be masked "
             f"to bring the value below {outcome['limit']:.4g} (after {outcome['replays']} repetitions)"
         )
-    for sample in samples[:MOST_SHOWN]:
+    for sample in samples[:MAX_SHOWN]:
         replays.log(
             f"  slot {sample['slot']}: {sample['shard']} {sample['key']}, labels {sample['labels']}; "
             f"{sample['picture']}"
@@ -133,7 +133,7 @@ def bisect_step(replays: Replays, step: int, metric: str) -> dict[str, Any]:
 
 
 def found_samples(stage: TrainedStage, step: int, outcome: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Return the samples found by a search, and save the images of the first few to the folder."""
+    """Return the samples found by a search, and save the images of the first few to a folder."""
     if not outcome["rows"]:
         return []
     samples: list[dict[str, Any]] = []
@@ -143,7 +143,7 @@ def found_samples(stage: TrainedStage, step: int, outcome: Mapping[str, Any], fo
     for sample in outcome["samples"]:
         row = sample["slot"]
         picture = ""
-        if len(samples) < MOST_SHOWN:
+        if len(samples) < MAX_SHOWN:
             shard, number, _ = sample["range"]
             _, encoded, _ = reader.read(shard, number)
             picture = str(folder / f"slot-{row}.jpg")

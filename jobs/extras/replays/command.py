@@ -18,10 +18,10 @@ Output = Annotated[
 ]
 Cluster = Annotated[
     list[str] | None,
-    typer.Argument(metavar="cluster.KEY=VALUE", help="Cluster that repeats the steps; default: as in the run."),
+    typer.Argument(metavar="cluster.KEY=VALUE", help="Cluster settings for the repetition; default: those of the run."),
 ]
-First = Annotated[int | None, typer.Option("--from", metavar="STEP", help="Commit from which to start, or 0.")]
-Last = Annotated[int | None, typer.Option("--to", metavar="STEP", help="Later commit at which to stop.")]
+First = Annotated[int | None, typer.Option("--from", metavar="STEP", help="Step of the commit to start from, or 0.")]
+Last = Annotated[int | None, typer.Option("--to", metavar="STEP", help="Step of the commit to stop at.")]
 
 
 def replay(
@@ -32,7 +32,7 @@ def replay(
     ] = None,
     _debug: Debug = False,
 ) -> Answer:
-    """Rebuild the global batch of one step, as the workers saw it."""
+    """Rebuild the global batch of one step exactly as the workers saw it."""
     from jobs.extras.replays.batch import replay
 
     return Answer(replay(run, step, to), report_lines)
@@ -90,7 +90,7 @@ def without(
     output: Output = None,
     _debug: Debug = False,
 ) -> Answer:
-    """Repeat a run without some samples, with everything else unchanged; print the cost first."""
+    """Repeat a run without some samples, leaving everything else unchanged; print the cost first."""
     run = str(find_trained(run))
     if samples is None and not shards:
         raise UsageError("no samples to remove\n  expected --samples FILE or --shards NAME")

@@ -53,7 +53,7 @@ class AlwaysMasked(training.TrainingExtra):
         self.masked = masked
 
     def hooks(self, cfg: TrainConfig, context: Context) -> HookOptions:
-        """Return the hook that masks these samples, in addition to the samples masked in the first checkpoint."""
+        """Return the hook that masks these samples, in addition to those already masked in the first checkpoint."""
         return {"pipeline.extras.replays.spikes:Masking": {"masked": list(map(list, self.masked))}}
 
 
@@ -63,7 +63,7 @@ class Replay(training.Training):
     def __init__(
         self, name: str, class_names: tuple[str, ...], last: int, masked: Sequence[Sequence[int]], work: Work | None
     ) -> None:
-        """Train up to the step `last` without the `masked` samples; run `work` instead of training if it is given."""
+        """Train up to the step `last` without the `masked` samples; if `work` is given, run it instead of training."""
         super().__init__([*load_extras(*OF_STEPS), AlwaysMasked(masked)])
         self.inputs = {}
         self.name = name  # kind of the original stage
@@ -91,7 +91,7 @@ class Replays:
     """Repeats steps of one stage for a replay command, in a folder next to the original run."""
 
     def __init__(self, command: str, run: str, output: str | None, overrides: Sequence[str]) -> None:
-        """Find the stage named by `run`: RUN/STAGE, its folder, or a run with one trained stage.
+        """Find the stage named by `run`: RUN/STAGE, a stage's folder, or a run with a single trained stage.
 
         `overrides` set keys of the cluster config. Raises UsageError.
         """
@@ -129,7 +129,7 @@ class Replays:
         for override in self.overrides:
             if not override.startswith("cluster."):
                 raise UsageError(
-                    f"{override} is not a key of the cluster\n  expected a key such as cluster.workers={world}"
+                    f"{override} is not a key of the section cluster\n  expected a key such as cluster.workers={world}"
                 )
         defaults = {"backend": "processes", "workers": world, "cpus_per_worker": start.get("threads", 1)}
         values = with_overrides({"cluster": defaults}, self.overrides)["cluster"]
@@ -153,7 +153,7 @@ class Replays:
         resumes: bool = False,
         work: Work | None = None,
     ) -> TrainedStage:
-        """Repeat the stage from its commit of step `start` (0: its initial weights) to step `last`, in `folder`.
+        """Repeat the stage in `folder`, from its commit at step `start` (0: its initial weights) to step `last`.
 
         `masked` samples, given as ranges, get weight zero, like the samples masked by the run itself. With `evaluates`,
         the last step is evaluated as in the run. With `resumes`, the replay is a normal run, which shows its log, saves
@@ -186,7 +186,7 @@ class Replays:
         return TrainedStage(target)
 
     def log(self, line: str) -> None:
-        """Print a line of the result, and store the line for the JSON report and the run's HTML report."""
+        """Print a line of results, and store it for the JSON report and the run's HTML report."""
         echo(line)
         self.log_lines.append(line.strip())
 

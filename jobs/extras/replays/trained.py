@@ -3,19 +3,20 @@
 from pathlib import Path
 
 from data.errors import UsageError
-from jobs.named_stages import find_stage, no_run
+from jobs.commands.status import no_run
+from jobs.named_stages import find_stage
 from pipeline.artifacts import TASK
 
 
 def find_trained(run: str) -> Path:
-    """Return the folder of a trained stage, named by RUN/STAGE, its folder, or a run with a single such stage.
+    """Return the folder of a trained stage, given as RUN/STAGE, its folder, or a run with a single trained stage.
 
     Raises UsageError if there is no such stage, or if the run is in an object store.
     """
     if "://" in run:
         raise UsageError(
             f"{run} is in an object store, but steps can be repeated only for a run in a folder\n"
-            "  copy the run to a disk first with the tools of the store,\n"
+            "  first copy the run to a disk with the store's tools,\n"
             f"  for example: aws s3 sync {run} runs/NAME"
         )
     folder = Path(find_stage(run, TASK, one_name=True))

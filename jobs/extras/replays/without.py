@@ -1,4 +1,4 @@
-"""Implements `patchline without`: repeat a run exactly, but with loss weight zero for some samples from its first step.
+"""Implements `patchline without`: repeat a run, with loss weight zero for some samples from the first step on.
 
 1. Samples are masked in place (pipeline/extras/replays/masking.py), so all others keep their slots, augmentation and
    random draws. `data.drop` would change the samples of every step.
@@ -6,7 +6,7 @@
    If a bad sample was replaced earlier, possibly by a masked one, start from a commit before the first bad sample.
 3. Print the cost first; then repeat the steps in a separate run directory and evaluate the last one.
 4. Write audit.json with the removed samples, the first commit, and the resulting weights and ledger, which do not
-   depend on these samples. If no samples are removed, weights and ledger are identical to the run's.
+   depend on these samples. If no samples are removed, weights and ledger are identical to those of the run.
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ def without(
     request = replays.folder / REQUEST
     if request.exists() and artifacts.read_record(request) != removed:
         raise UsageError(
-            f"{replays.folder} contains a repetition with other removed samples\n"
+            f"{replays.folder} contains a repetition with different samples removed\n"
             "  pass --output FOLDER, or move that folder"
         )
 
@@ -109,10 +109,10 @@ def without(
         replays.log(line)
     weights = outcome["files"][artifacts.WEIGHTS]["sha256"]
     echo(f"weights {weights[:12]}, ledger {manifest.ledger[:12]}")
-    theirs = export(stage.commits[to], models.from_dict(stage.job["model"]))
+    original = export(stage.commits[to], models.from_dict(stage.job["model"]))
     are_equal = manifest.ledger == read_manifest(stage.commits[to]).ledger
     for name, tensor in models.load_weights(repeated.folder)[0].items():
-        are_equal = are_equal and torch.equal(tensor, theirs[name])
+        are_equal = are_equal and torch.equal(tensor, original[name])
     comparison = "weights or ledger differ from the run's"
     if are_equal:
         comparison = "weights and ledger are equal to the run's, bit for bit"
@@ -138,7 +138,7 @@ def without(
 
 
 def masked_ranges(index: Index, samples: str | None, shards: Sequence[str]) -> list[list[int]]:
-    """Return, as ranges, the samples listed in a file and the samples in shards. Raises DataError."""
+    """Return the samples listed in a file, and those in the given shards, as ranges. Raises DataError."""
     ranges = []
     # An empty list is allowed and repeats the run unchanged.
     if samples is not None and (not Path(samples).is_file() or Path(samples).read_bytes().strip()):

@@ -1,4 +1,4 @@
-"""Draw the charts of the HTML report: curves over samples seen, and values with confidence intervals.
+"""Draw the charts in the HTML report: curves over samples seen, and values with confidence intervals.
 
 A long curve is reduced to a few hundred buckets, each with its minimum and maximum, so that a single outlier stays
 visible. A second curve shows means; the legend gives the number of steps per mean. Lines differ in dashes, markers and
@@ -23,14 +23,14 @@ from pipeline.values import amount
 
 BUCKETS = 360  # number of buckets of a curve, with two points each
 MEANS = 75  # maximum number of points of a smoothed curve
-LEAST_SMOOTHED = 3  # minimum number of steps per mean; below this, a second curve is not useful
+MIN_SMOOTHED = 3  # minimum number of steps per mean; below this, a second curve is not useful
 STEEP = 20.0  # the axis is logarithmic if the largest value exceeds this multiple of the median
 # Inches at 72 pixels each. Pages enlarge charts by up to 50 %; no text is smaller than 9 pixels.
 WIDTH = 4.2
 HEIGHT = 2.2
 LINE = 0.19  # height of a row of the legend
 LABELS = 52  # maximum number of characters in a row of the legend
-LONGEST_LABEL = 28
+MAX_LABEL_LENGTH = 28
 NO_STEPS = np.zeros(0, int)
 PERCENT = FuncFormatter(lambda value, _place: f"{100 * value:g} %")
 PLAIN = FuncFormatter(lambda value, _place: f"{value:g}")
@@ -63,7 +63,7 @@ MARKED = {"restart": (0, (4, 3)), "excluded": (0, (1, 2)), "first difference": (
 
 
 def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarray, np.ndarray]:
-    """Reduce a curve to the first point, the last point, and the minimum and maximum of each bucket."""
+    """Reduce a curve to its first and last points, and the minimum and maximum in each bucket."""
     if len(x) <= 2 * buckets:
         return x, y
     edges = np.linspace(0, len(x), buckets + 1).astype(int)
@@ -79,7 +79,7 @@ def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarr
 
 
 def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the bucket centres, the bucket means, and the number of points per bucket.
+    """Smooth a curve: return the bucket centres, the bucket means, and the number of points per bucket.
 
     Non-finite values are ignored; a bucket without finite values becomes a gap.
     """
@@ -111,14 +111,14 @@ def line_chart(
         is_alone = curves == 1  # a single curve needs no label, because the title names it
         for line in lines:
             colour = LINES[line.number % len(LINES)]
-            label = line.label[:LONGEST_LABEL]
+            label = line.label[:MAX_LABEL_LENGTH]
             x, y = thin(line.x, line.y)
             if line.is_faded:
                 axes.plot(x, y, color=INK, linewidth=0.8, linestyle=DASHES[2], alpha=0.6, label=label)
                 continue
             if is_alone:
                 label = ""
-            if line.is_smoothed and len(line.y) >= LEAST_SMOOTHED * MEANS:
+            if line.is_smoothed and len(line.y) >= MIN_SMOOTHED * MEANS:
                 of_steps = "each step" if is_alone else ""
                 axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.45, label=of_steps)
                 x, y, size = smooth(line.x, line.y)
@@ -169,7 +169,7 @@ def value_chart(title: str, named: Sequence[tuple[str, float, float, float]]) ->
         value, low, high = np.array(columns, float)
         spread = [np.maximum(value - low, 0), np.maximum(high - value, 0)]
         axes.errorbar(value, rows, xerr=spread, fmt="o", color=LINES[0], ecolor=INK, elinewidth=1, capsize=3, ms=4)
-        axes.set_yticks(rows, np.array(names, f"U{LONGEST_LABEL}"), fontsize=8, parse_math=False)
+        axes.set_yticks(rows, np.array(names, f"U{MAX_LABEL_LENGTH}"), fontsize=8, parse_math=False)
         axes.set_ylim(len(named) - 0.5, -0.5)
         axes.xaxis.set_major_formatter(PERCENT)
         return drawn(figure, axes, title, 0.8 + 0.24 * len(named), left=0.48)
@@ -185,7 +185,7 @@ def figure_of() -> tuple[Figure, Axes]:
 
 
 def drawn(figure: Figure, axes: Axes, title: str, height: float, left: float = 0.13, below: float = 0.3) -> Markup:
-    """Return the chart as SVG.
+    """Render a chart as inline SVG.
 
     `height` and `below` are inches; `left` is a fraction of the width. Screen readers read the title.
     """

@@ -1,4 +1,4 @@
-"""`patchline report`."""
+"""The command `patchline report`, with its arguments and options."""
 
 import sys
 import webbrowser
@@ -11,20 +11,22 @@ import typer
 from data.errors import UsageError
 from jobs.answer import Answer
 from jobs.commands.arguments import Debug
-from jobs.commands.status import run_or_stage
-from jobs.named_stages import RECORD, no_run
+from jobs.commands.status import no_run, run_or_stage
+from jobs.named_stages import RECORD
 
 
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, or folders of single stages.")],
     output: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Default: RUN/report.html; for several runs ./comparison.html."),
+        typer.Option(
+            metavar="FILE", help="File to write; default: RUN/report.html, or ./comparison.html for several runs."
+        ),
     ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
     _debug: Debug = False,
 ) -> Answer:
-    """Write the HTML report of a run; for several runs, compare them and show the first step at which they differ."""
+    """Write an HTML report of a run, or of several runs with the first step at which they differ."""
     from jobs.commands import stored_runs
     from jobs.extras.report.page import write_report
     from jobs.extras.report.page_watcher import NAME

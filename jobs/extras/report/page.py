@@ -36,10 +36,10 @@ from pipeline.values import amount, duration
 from pipeline.variables import restored
 
 DETAILED = 6  # number of newest training stages shown in detail; a sweep can have hundreds
-MOST_RESULTS = 6  # maximum number of results in the first line of the report
-MOST_ROWS = 200  # maximum number of rows of a table
-MOST_LINES = 12  # maximum number of lines in a chart
-MOST_CLASSES = 30  # number of listed classes, those with the lowest accuracy
+MAX_RESULTS = 6  # maximum number of results in the first line of the report
+MAX_ROWS = 200  # maximum number of rows of a table
+MAX_LINES = 12  # maximum number of lines in a chart
+MAX_CLASSES = 30  # number of listed classes, those with the lowest accuracy
 # Title of each chart, in page order → plotted field of metrics.jsonl.
 CURVES = {
     "training loss": "loss",
@@ -52,7 +52,7 @@ FAILURES = ("evaluate_failed", "checkpoint_failed", "evaluate_skipped")
 
 
 class EvaluatedMetric(NamedTuple):
-    """A metric from one evaluation, whose confidence interval is computed from the sample count or few-shot draws."""
+    """A metric from one evaluation, with a confidence interval from the number of samples or few-shot draws."""
 
     step: int
     name: str
@@ -61,7 +61,7 @@ class EvaluatedMetric(NamedTuple):
     high: float
     samples: int | None
     draws: int
-    deviation: float  # standard deviation between the draws
+    deviation: float  # standard deviation across the draws
 
 
 class ClassAccuracy(NamedTuple):
@@ -81,8 +81,8 @@ def write_report(
 ) -> Path:
     """Write the report of one or several runs; return the path. Raises UsageError if there is no run, and OSError.
 
-    If a path is the local copy of a run in an object store, `stores` maps it to that store. `with_replay` adds parts
-    that take seconds: the batches of spikes, which need torch, and the images that are in an object store.
+    If a path is the local copy of a run in an object store, `stores` maps the path to that store. `with_replay` adds
+    parts that take seconds: the batches of spikes, which need torch, and images stored in an object store.
     """
     runs = [read_run(path, (stores or {}).get(path)) for path in paths]
     if len(runs) == 1:
@@ -96,7 +96,7 @@ def write_report(
 
 
 def run_values(run: RunHistory, album: Album) -> dict[str, Any]:
-    """Return the variables for the template run.html."""
+    """Return the variables for the template run.html, the report of one run."""
     detailed = run.trained[-DETAILED:]
     made: dict[str, list[dict[str, Any]]] = {}
     for stage in run.stages:
@@ -118,7 +118,7 @@ def run_values(run: RunHistory, album: Album) -> dict[str, Any]:
         "made": made,
         "replays": album.replays(run),
         "analyses": album.analyses(run.path),
-        "most_classes": MOST_CLASSES,
+        "most_classes": MAX_CLASSES,
         "amount": amount,
         "duration": duration,
     }
@@ -135,7 +135,7 @@ def verdict(run: RunHistory) -> str:
         # Packed data sets and single runs of a sweep are only in the table of stages.
         elif stage.result and "sets" not in stage.done and not stage.name.startswith(tables):
             results.append(f"{stage.name} {stage.result}")
-    if len(results) > MOST_RESULTS:
+    if len(results) > MAX_RESULTS:
         results = [f"{len(results)} results, see the table of stages"]
     if run.state == "done" or not unfinished:
         return f"Done. {'; '.join(results)}"
@@ -212,7 +212,7 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         title = "held-out evaluations, 95 % intervals"
         if len(by_name) == 1:
             title = f"held-out {evaluated[0].name}, 95 % intervals"
-        drawn.append(charts.line_chart(title, lines[:MOST_LINES], reach=reach, is_share=True))
+        drawn.append(charts.line_chart(title, lines[:MAX_LINES], reach=reach, is_share=True))
     # 3. Sample images and accuracy per class of the newest evaluation.
     predictions = None
     classes: list[ClassAccuracy] = []
@@ -241,8 +241,8 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         if not isinstance(index, Index):
             sets.append({"name": name, "problem": index})
             continue
-        largest = np.argsort(-np.array(index.class_counts, int), kind="stable")[:MOST_ROWS].tolist()
-        sets.append({"name": name, "index": index, "labels": largest, "shards": index.shards[:MOST_ROWS]})
+        largest = np.argsort(-np.array(index.class_counts, int), kind="stable")[:MAX_ROWS].tolist()
+        sets.append({"name": name, "index": index, "labels": largest, "shards": index.shards[:MAX_ROWS]})
         # A subset uses the same tars as its parent data set, so show the parent's path too.
         if index.origin is not None:
             sets[-1]["parent"] = os.path.normpath(index.tables / index.origin.index / "..")
@@ -263,7 +263,7 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
 
 
 def curves(stage: StageHistory) -> dict[str, list[Line]]:
-    """Return the lines of each chart of a training stage: the final steps, and the lost steps of earlier attempts."""
+    """Return a training stage's curves by chart: the final steps, and the steps that an attempt lost in a failure."""
     charted: dict[str, list[Line]] = {}
     reports = np.array(list(map(REPORT_VALUES, stage.kept_reports)), REPORT)
     for name, field in CURVES.items():
@@ -279,7 +279,7 @@ def curves(stage: StageHistory) -> dict[str, list[Line]]:
 
 
 def evaluations(stage: StageHistory) -> list[EvaluatedMetric]:
-    """Return the metrics of a stage's evaluations with confidence intervals, newest first."""
+    """Return the metrics of a stage's evaluations, with confidence intervals, newest first."""
     by_step = {}
     for record in stage.of_kind("evaluate"):
         by_step[record["step"]] = record  # if a step was evaluated twice, use the later record
@@ -340,14 +340,14 @@ def sweep_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
             drawn.append((name, mean["mean"], low, high))
     if drawn:
         title = f"{stage.name}: {record['metric']}, {spread_label}"
-        values["chart"] = charts.value_chart(title, drawn[:MOST_ROWS])
+        values["chart"] = charts.value_chart(title, drawn[:MAX_ROWS])
     lines: list[Line] = []
     for other in run.stages:
         if other.name in names and other.reports:
             steps = other.steps
             lines.append(Line(other.name, steps.samples_seen, steps.loss, number=len(lines), is_smoothed=True))
     if lines:
-        values["losses"] = charts.line_chart("training loss of the runs", lines[:MOST_LINES])
+        values["losses"] = charts.line_chart("training loss of the runs", lines[:MAX_LINES])
     return values
 
 
@@ -359,7 +359,7 @@ RESULTS = {"sweep.json": sweep_values, "figure.json": figure_values, "evaluation
 
 
 def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
-    """Return the variables for compare.html: the curves and first difference of each stage that the runs share."""
+    """Return the variables for compare.html: curves and first differences of the stages shared by the runs."""
     # Name runs after their folders; if two names are equal, add the parent folders.
     names = {run.path: run.name for run in runs}
     if len(set(names.values())) < len(names):
@@ -391,7 +391,7 @@ def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
 
 
 def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, Any]:
-    """Return the template variables for a stage of several runs; compare the first run with each of the other runs."""
+    """Return the template variables for a stage of several runs; compare the first run with each of the others."""
     (base_name, base), *rest = of_runs.items()
     others = []
     marks = []
@@ -400,14 +400,14 @@ def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, A
         first_difference = find_first_difference(base, stage, differing)
         if first_difference.step is not None:
             marks.append(Mark(base.samples_at(first_difference.step), "first difference"))
-        others.append({"name": run_name, "differences": differing[:MOST_ROWS], "first_difference": first_difference})
+        others.append({"name": run_name, "differences": differing[:MAX_ROWS], "first_difference": first_difference})
     # For each run: a line in every chart, its progress, and its newest evaluation.
     charted: dict[str, list[Line]] = {}
     rows = []
     metric = ""
     results = []
     for number, (run_name, stage) in enumerate(of_runs.items()):
-        if number < MOST_LINES:
+        if number < MAX_LINES:
             for chart, lines in curves(stage).items():
                 charted.setdefault(chart, []).append(lines[0]._replace(label=run_name, number=number))
         evaluated = evaluations(stage)

@@ -1,8 +1,7 @@
 """Keep the HTML report of a run, `<run>/report.html`, up to date: rewrite it after evaluations and at the end.
 
-The driver writes the report, so workers never wait for it. If the report cannot be written, the failure is logged
-and the run continues.
-PATCHLINE_REPORT=off disables the report, for example for hundreds of short runs.
+The driver writes the report, so workers never wait for it. If the report cannot be written, the failure is logged and
+the run continues. PATCHLINE_REPORT=off disables the report, for example for hundreds of short runs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from jobs.terminal import program
 
 NAME = "report.html"
 SWITCH = "PATCHLINE_REPORT"
-LEAST_S = 20.0  # minimum time between updates
+MIN_INTERVAL_S = 20.0  # minimum time between updates
 SHARE = 100  # wait 100 times as long as an update takes, because the driver may share a CPU core with a worker
 END_S = 20.0  # maximum wait for the last update: storage that hangs must not block the end of a command
 
@@ -41,7 +40,7 @@ class PageWatcher(ThreadedWatcher):
         self.has_ended = False
         self.next_at = 0.0
         self.shown: tuple[object, ...] = ()
-        self.has_complained = False
+        self.has_logged_failure = False
 
     def started(self, campaign: Campaign, lease: Lease, log: Log) -> None:
         """Start the thread that updates the report."""
@@ -69,14 +68,14 @@ class PageWatcher(ThreadedWatcher):
 
             write_report([self.run], self.run / NAME, with_replay=False)
         except Exception as error:
-            if not self.has_complained:
+            if not self.has_logged_failure:
                 self.log(f"could not write {self.run / NAME}: {type(error).__name__}: {one_line(str(error))}")
-            self.has_complained = True
+            self.has_logged_failure = True
         took = time.monotonic() - began
-        self.next_at = time.monotonic() + max(LEAST_S, SHARE * took)
+        self.next_at = time.monotonic() + max(MIN_INTERVAL_S, SHARE * took)
 
     def ended(self) -> None:
-        """Write the last page, which shows how the command ended."""
+        """Write the final version of the page, which shows how the command ended; give up after END_S seconds."""
         if self.is_off:
             return
         thread = threading.Thread(target=self.write_last, name="page", daemon=True)
@@ -93,5 +92,5 @@ class PageWatcher(ThreadedWatcher):
             # Write no page if the run ended before its first stage.
             if any(self.run.glob("*/stage.json")):
                 self.write()
-                if not self.has_complained:
+                if not self.has_logged_failure:
                     self.log(f"page: {self.run / NAME}")

@@ -1,7 +1,7 @@
 """Render the images in the HTML report, such as evaluated samples and batches with spikes, as small base64 JPEGs.
 
-A report has at most `MOST` images, which keeps it below two megabytes for any number of stages. If an image cannot be
-read, the report shows the reason instead.
+A report has at most `MAX_IMAGES` images, which keeps it below two megabytes for any number of stages. If an image
+cannot be read, the report shows the reason instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jobs.terminal import COMMAND, as_typed
 from pipeline import artifacts
 
 SAMPLES = "Samples with predictions"
-MOST = 240  # maximum number of images per report; a thumbnail has about 4 kB
+MAX_IMAGES = 240  # maximum number of images per report; a thumbnail has about 4 kB
 OF_SPIKE = 16  # number of images shown from a spike's global batch
 SPIKES = 3  # number of newest spikes of a stage shown with images
 FIGURE = 800  # pixels of the longer side
@@ -47,7 +47,7 @@ class Picture(NamedTuple):
 
 
 class Gallery(NamedTuple):
-    """Images under a heading. The remark describes the images, or says why images are missing."""
+    """Images under a heading. The remark describes the images or explains why some are missing."""
 
     title: str
     pictures: list[Picture]
@@ -55,10 +55,10 @@ class Gallery(NamedTuple):
 
 
 class Album:
-    """Renders the images of one report, up to the limit `MOST`."""
+    """Renders the images of one report, up to the limit `MAX_IMAGES`."""
 
     def __init__(self, *, with_replay: bool = True) -> None:
-        self.room = MOST  # number of images that can still be added
+        self.room = MAX_IMAGES  # number of images that can still be added
         self.with_replay = with_replay  # whether to rebuild batches, which imports torch and takes a few seconds
 
     def predictions(self, stage: StageHistory, examples: Mapping[str, Any], index: Index) -> Gallery:
@@ -87,7 +87,7 @@ class Album:
         return Gallery(SAMPLES, pictures, remark)
 
     def spikes(self, stage: StageHistory) -> list[Gallery]:
-        """Return the newest gradient spikes of a stage, each with images from the batch as seen by the model."""
+        """Return a stage's newest gradient spikes, each with images from its batch as seen by the model."""
         galleries = []
         for spike in stage.of_kind("spike")[-SPIKES:]:
             title = f"Spike at step {spike['step']}: gradient norm {spike['grad_norm']:.3g}"

@@ -1,4 +1,4 @@
-"""Compute the size and cost of a run: the axes of a study's figures (as in the paper's figures 3 to 5 and table 6).
+"""Compute a run's size and cost: the axes of a study's figures (as in the paper's figures 3 to 5 and table 6).
 
 In:  the folder of a finished stage and, if it trained, its metrics.jsonl
 Out: {"parameters": 86567656, "gmacs": 17.56, "exaflops": 1.27, "images": 1281167, "samples": 12000000, "steps": 2930,
@@ -22,7 +22,7 @@ AT_A_STEP = ("parameters", "gmacs", "exaflops", "samples", "steps")
 
 
 def axes_of(stage: Stage, folder: Path) -> dict[str, float]:
-    """Return the axes of a finished stage; without training, only the size of its model. Raises DataError."""
+    """Return the axes of a finished stage or, if it does not train, only its model's size. Raises DataError."""
     model = stage.model
     if model is None:
         return {}
@@ -50,7 +50,7 @@ def axes_of(stage: Stage, folder: Path) -> dict[str, float]:
 
 
 def axes_at(cfg: TrainConfig, model: ModelConfig, step: int, steps: int) -> dict[str, float]:
-    """Return the axes after step `step` of a stage with `steps` steps in total, whether or not the stage has run.
+    """Return the axes after step `step` of a stage with `steps` steps in total; the stage need not have run.
 
     The steps of a branch are counted from step 0 of the trunk.
     """

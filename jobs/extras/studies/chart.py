@@ -19,7 +19,7 @@ from data.extras.pages.page import DASHES, GRID, INK, LINES, MARKERS, ON_PAPER, 
 from pipeline.values import amount
 
 WIDTH = 4.9  # of a panel, in inches
-LONGEST_LABEL = 28  # characters
+MAX_LABEL_LENGTH = 28  # characters
 
 
 def write_study_chart(record: Mapping[str, Any], folder: Path) -> None:
@@ -41,7 +41,7 @@ def study_chart(record: Mapping[str, Any]) -> Markup:
 
 
 def study_figure(record: Mapping[str, Any], colours: Mapping[str, str]) -> Figure:
-    """Draw our points and, if figure.json has any from the paper, those in a second panel; return the figure."""
+    """Draw our points and, in a second panel, any points from the paper; return the figure."""
     panels = [record]
     if "paper" in record:
         panels.append(record["paper"])
@@ -59,7 +59,7 @@ def study_figure(record: Mapping[str, Any], colours: Mapping[str, str]) -> Figur
 
 
 def draw_panel(axes: Axes, panel: Mapping[str, Any], log: list[str], colours: Mapping[str, str]) -> None:
-    """Draw the points of a panel, one line per series; `log` lists the logarithmic axes."""
+    """Draw a panel's points, one line per series; `log` lists the logarithmic axes."""
     axes.set_title(panel["title"], fontsize=9, loc="left")
     axes.tick_params(which="both", labelsize=7)
     axes.grid(color=colours.get(GRID, GRID), linewidth=0.6)
@@ -74,11 +74,11 @@ def draw_panel(axes: Axes, panel: Mapping[str, Any], log: list[str], colours: Ma
             names.append(point["x"])
     for number, (series, points) in enumerate(by_series.items()):
         colour = LINES[number % len(LINES)]
-        look: Any = {"linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[number % len(MARKERS)]}
+        style: Any = {"linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[number % len(MARKERS)]}
         if names:
-            look["linestyle"] = ""
+            style["linestyle"] = ""
         if panel["is_curve"]:
-            look["marker"] = ""
+            style["marker"] = ""
         places = []
         for point in points:
             places.append(names.index(point["x"]) if names else point["x"])
@@ -93,14 +93,14 @@ def draw_panel(axes: Axes, panel: Mapping[str, Any], log: list[str], colours: Ma
             linewidth=1.3,
             capsize=2.5,
             elinewidth=0.8,
-            label=series[:LONGEST_LABEL],
-            **look,
+            label=series[:MAX_LABEL_LENGTH],
+            **style,
         )
     if len(by_series) > 1:
         axes.legend(fontsize=7, frameon=False, loc="best", handlelength=3.2)
     # Set the scale and tick labels of each axis: names, amounts or percentages.
     if names:
-        axes.set_xticks(range(len(names)), [name[:LONGEST_LABEL] for name in names], rotation=30, ha="right")
+        axes.set_xticks(range(len(names)), [name[:MAX_LABEL_LENGTH] for name in names], rotation=30, ha="right")
     elif "x" in log:
         axes.set_xscale("log")
         # Set ticks at 1, 3, 10, 30, …: matplotlib's default labels all of 1 to 9 on a short logarithmic axis.

@@ -54,7 +54,7 @@ NO_NAME = re.compile(r"[^A-Za-z0-9._-]")  # a character not allowed in a stage's
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """The settings that vary between the runs of a sweep, which ends with a table of all runs (docs/studies.md)."""
+    """The settings that vary between a sweep's runs; the sweep ends with a table of all runs (docs/studies.md)."""
 
     each: dict[str, Any] = field(default_factory=dict)  # runs by name, with the fields that differ for each
     # lists of values; one run for every combination. Names of `each` may override grid and held_out
@@ -75,7 +75,10 @@ class SweepConfig:
         require(lowest >= 0, f"seeds are {self.seeds}, expected 0 or more")
         check_twice("seeds", self.seeds)
         for name, fields in self.each.items():
-            require(fields is None or isinstance(fields, Mapping), f"each.{name} is {fields!r}, expected fields")
+            require(
+                fields is None or isinstance(fields, Mapping),
+                f"each.{name} is {fields!r}, expected a section of fields",
+            )
         for group, names in self.groups.items():
             check_twice(f"groups.{group}", names)
             for name in names:
@@ -92,7 +95,7 @@ class Run:
     values: Section  # the run's values from the grid, by dotted name
 
     def after(self, parent: "Run", name: str) -> "Run":
-        """Return this run combined with `parent`, a run of another sweep; `name` is the section of this run."""
+        """Return this run combined with `parent`, a run of another sweep; `name` is this run's section."""
         row = parent.row
         if self.row != name:
             row = f"{parent.row}, {self.row}"
@@ -101,7 +104,7 @@ class Run:
 
 
 def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], object]) -> Sections:
-    """Return the sections of a recipe by stage name; each section that has a `sweep` is expanded to several sections.
+    """Return a recipe's sections by stage name; expand each section with a `sweep` to several sections.
 
     `check` is called once for every sweep, with the section and the first values of every varying field, so that error
     messages name the keys that the user wrote.
@@ -129,7 +132,7 @@ def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], objec
             base = with_trunk({"kind": name, **starred_as(section, suffix)}, sections, kinds)
             sweep = config.build(SweepConfig, base.pop("sweep", None) or {}, where)
             varies = bool(sweep.each or sweep.grid or sweep.seeds)
-            require(varies or parent is not None, f"{where}: nothing varies\n  add each, grid or seeds")
+            require(varies or parent is not None, f"{where} varies nothing\n  add each, grid or seeds")
             if parent is not None:
                 has_seeds = parent.seed is not None and bool(sweep.seeds)
                 require(
@@ -169,7 +172,7 @@ def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], objec
 
 
 def with_trunk(section: Any, above: Sections, kinds: Kinds) -> Any:
-    """Return the section of a branch completed with the values of its trunk; return other sections unchanged.
+    """Return a branch's section, completed with the values of its trunk; return other sections unchanged.
 
     `above` contains the expanded sections of all earlier stages.
     """
@@ -202,7 +205,7 @@ def with_trunk(section: Any, above: Sections, kinds: Kinds) -> Any:
 
 
 def first_section(base: Section, sweep: SweepConfig, where: str) -> Section:
-    """Return a section with the fields for the sweep's first name and the first values in the grid."""
+    """Return a section with the fields of the first name in `each` and the first values in the grid."""
     fields = dict(next(iter(sweep.each.values()), None) or {})
     fields.pop("held_out", None)
     values: Section = next(iter(grid_of(fields.pop("grid", sweep.grid), where).values()), {})
@@ -210,7 +213,7 @@ def first_section(base: Section, sweep: SweepConfig, where: str) -> Section:
 
 
 def starred(section: object) -> Iterator[str]:
-    """Yield the names of the sweeps whose runs a section reads one by one, such as "pretrain" for "@pretrain.*"."""
+    """Yield the sweeps whose runs a section reads one by one: "pretrain" if it contains "@pretrain.*"."""
     if isinstance(section, str):
         match = EACH_RUN.fullmatch(section)
         if match is not None:
@@ -230,7 +233,7 @@ def starred_as(section: Any, suffix: str) -> Any:
 
 
 def parents_of(name: str, stars: Collection[str], tables_above: Mapping[str, Mapping[str, Run]]) -> dict[str, Run]:
-    """Return the runs of the sweeps that a section reads, by suffix, which is the run's name without the sweep's.
+    """Return the runs of the sweeps read by a section, by suffix: the run's name without the sweep's name.
 
     Raises ConfigError if a name is not a sweep above the section, or if the runs of two sweeps have different
     suffixes.
@@ -309,7 +312,7 @@ def stages_of(
 
 
 def seeded(stem: str, section: Section, seeds: list[int], row: str, values: Section | None = None) -> dict[str, Run]:
-    """Return the runs in a row by name: one run per seed, or a single run if there are no seeds."""
+    """Return the runs of one table row by name: one run per seed, or a single run without seeds."""
     if not seeds:
         return {stem: Run(section, row, None, values or {})}
     runs = {}
@@ -328,7 +331,7 @@ def grid_runs(stem: str, section: Section, grid: Mapping[str, Section], seeds: l
 
 
 def written_runs(source: str, runs: Mapping[str, Run]) -> dict[str, StageSection]:
-    """Return the section of each run, by the run's name."""
+    """Return the recipe section of each run, by the run's name."""
     return {name: StageSection(run.section, source) for name, run in runs.items()}
 
 
@@ -351,7 +354,7 @@ def table_section(
 
 
 def grid_of(grid: Any, where: str) -> dict[str, Section]:
-    """Return every combination of a grid's values, by run suffix: {"lr-0.01": {"optim.lr": 0.01}, …}."""
+    """Return all combinations of a grid's values by run suffix: {"lr-0.01": {"optim.lr": 0.01}, …}."""
     values_of: dict[str, list[object]] = {}
     for key, values in flat(grid, f"{where}.grid").items():
         if not isinstance(values, list) or not values:
@@ -391,7 +394,7 @@ def with_own(base: Section, fields: Section, where: str) -> dict[str, object]:
 
 
 def check_twice(where: str, values: Sequence[object]) -> None:
-    """Raise ConfigError if a list contains an entry twice."""
+    """Raise ConfigError if a list contains a value twice."""
     for value in values:
         require(values.count(value) == 1, f"{where} has {value!r} twice")
 
@@ -405,7 +408,7 @@ def as_text(values: Mapping[str, object]) -> str:
 
 
 def make_absolute(name: str, section: dict[str, Any], patterns: Sequence[str], absolute: MakeAbsolute) -> None:
-    """Make the relative paths in a section's sweep absolute; `patterns` match the fields that are paths."""
+    """Make the relative paths in a section's sweep absolute; `patterns` match the fields with paths."""
     for part in ("each", "grid", "held_out"):
         fields = (section.get(TABLE) or {}).get(part)
         if fields:
@@ -413,7 +416,7 @@ def make_absolute(name: str, section: dict[str, Any], patterns: Sequence[str], a
 
 
 def absolute_fields(fields: Section, patterns: Sequence[str], where: str, absolute: MakeAbsolute) -> dict[str, object]:
-    """Return a sweep's fields, or lists of values, with their relative paths made absolute."""
+    """Return a sweep's fields, or lists of values, with relative paths made absolute."""
     values = flat(fields, where)
     for key, value in values.items():
         # In `each`, the field follows the run's name and possibly `held_out`.

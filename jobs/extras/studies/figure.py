@@ -18,9 +18,8 @@ Out: figure.png and .svg, figure.csv, figure.json (read by the report) and figur
 4. With `curve`, each row is a line: y of every evaluation, or step, in the metrics.jsonl of its runs, averaged over
    seeds. A row whose runs have all diverged is omitted.
 5. With `fit`, a saturating power law of 1 − y (if y is a metric, otherwise of y) is fitted over the given axes
-   (pipeline/extras/power_law.py). If there are enough points, it is fitted again without the largest
-      point, which the second fit then predicts.
-   With `paper`, published values are drawn in a separate panel, with their source.
+   (pipeline/extras/power_law.py). If there are enough points, it is fitted again without the largest point, which the
+   second fit then predicts. With `paper`, published values are drawn in a separate panel, with their source.
 """
 
 import csv
@@ -105,7 +104,7 @@ class FigureRow:
     folder: Path  # of the table
 
     def value(self, key: str) -> Any:
-        """Return a value in the row. Raises DataError, which lists the known names, if the row has no such value."""
+        """Return the row's value for `key`. Raises DataError, which lists the known keys, if there is none."""
         if key not in self.values:
             raise DataError(
                 f"the row {self.name!r} of {self.table} has no {key!r}{did_you_mean(key, self.values)}\n"
@@ -115,7 +114,7 @@ class FigureRow:
 
 
 def published(table: str, x: str, y: str) -> list[Point]:
-    """Return the published values of a table in the paper. Raises ConfigError if there are no such values."""
+    """Return published values from a table in the paper. Raises ConfigError if the table or a column is unknown."""
     tables: dict[str, dict[tuple[str, str], dict[str, str]]] = {}  # table → (series, row) → values by name
     with open(PAPER, newline="") as file:
         for entry in csv.DictReader(file):
@@ -192,8 +191,8 @@ class Figure(StageKind):
             try:
                 figure["fit"] = fitted(cfg, points, is_share=is_share)
             except ValueError as error:
-                way_out = "remove fit, or vary more values in the sweep"
-                raise DataError(f"{context.stage.name}.fit: {error}\n  {way_out}") from None
+                remedy = "remove fit, or vary more values in the sweep"
+                raise DataError(f"{context.stage.name}.fit: {error}\n  {remedy}") from None
 
         # 3. Write the files. Importing matplotlib takes half a second, so do it only when a figure is drawn.
         from jobs.extras.studies.chart import write_study_chart
@@ -218,7 +217,7 @@ class Figure(StageKind):
         return {"summary": summary, "files": artifacts.digests(context.directory, names)}
 
     def checks(self, stage: Stage, available: Available) -> Iterable[CheckResult]:
-        """Raise ConfigError for a figure without tables, or with a table that is not from a sweep."""
+        """Raise ConfigError for a figure without tables, or with a table not made by a sweep."""
         cfg: FigureConfig = stage.config
         require(bool(cfg.tables), f"{stage.name}.tables is empty\n  add a sweep: {stage.name}.tables={{NAME: @SWEEP}}")
         for name, value in cfg.tables.items():
@@ -237,7 +236,7 @@ class Figure(StageKind):
 
 
 def check_fit(stage: Stage, available: Available) -> None:
-    """Raise ConfigError if the planned runs cannot determine the law; skip what is unknown before the runs.
+    """Raise ConfigError if the planned runs cannot determine the law; ignore values unknown before the runs.
 
     Without this check, the fit would fail only after all runs have trained.
     """
@@ -276,7 +275,7 @@ def check_fit(stage: Stage, available: Available) -> None:
         counts = ", ".join(f"{len(set(column))} of {axis}" for axis, column in zip(cfg.fit, values, strict=False))
         raise ConfigError(
             f"{stage.name}.fit: the runs of {', '.join(cfg.tables.values())} cannot determine a law: {error}\n"
-            f"  they have these numbers of different values: {counts or 'none'}\n"
+            f"  numbers of distinct values: {counts or 'none'}\n"
             "  add runs of other sizes or lengths to the sweep, or remove fit"
         ) from None
 
@@ -318,7 +317,7 @@ def read_rows(cfg: FigureConfig, campaign: Campaign) -> list[FigureRow]:
 
 
 def point_of(cfg: FigureConfig, row: FigureRow) -> Point:
-    """Return the point for a row, with an error bar if y is a metric that has several runs or an interval."""
+    """Return the point for a row, with an error bar if y is a metric with several runs or an interval."""
     series = "" if cfg.groups else str(row.value(cfg.series))
     for name, pattern in cfg.groups.items():
         if not series and fnmatchcase(row.name, pattern):
@@ -340,7 +339,7 @@ def point_of(cfg: FigureConfig, row: FigureRow) -> Point:
 
 
 def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
-    """Yield the points of a row's curve: the mean and deviation over the runs, at the steps common to all runs.
+    """Yield the points of a row's curve: the mean and deviation over the runs, at the steps shared by all runs.
 
     Yields nothing if all runs have diverged.
     """

@@ -1,9 +1,8 @@
-"""Add the recipe keys for scaling studies: a stage can branch off another stage, or have its result forecast.
+"""Add the recipe keys for scaling studies, which make a stage branch off another stage or forecast its result.
 
 1. A branch (`begin`) continues from a checkpoint of its trunk, the stage named by `init`: weights, optimizer moments,
    data order and step count. Only its length and cool-down may differ. The result is bit-identical to a separate run
-   with
-      this length and cool-down, but costs only the steps after `begin`.
+   with this length and cool-down, but costs only the steps after `begin`.
 2. A law (`law`) is the fit of a figure to smaller runs. The forecast of the stage's result is logged before the first
    step, and compared with the result after the last step.
 3. A recipe's `budget` limits the compute of all its training stages; it is checked before the first stage starts.
@@ -31,9 +30,9 @@ from pipeline.extras.power_law import law_of
 from pipeline.optimization import learning_rate
 from pipeline.training_config import TrainConfig, has_one_shape
 
-MANY = 1_000_000  # steps: enough for every phase of token dropping to occur
+MANY_STEPS = 1_000_000  # steps: enough for every phase of token dropping to occur
 # Fields that a branch may set differently from its trunk although they must not change on resume.
-OWN = ("steps", "passes", "init", "begin", "law", "model", "new_head", "keep_best", "patience")
+BRANCH_FIELDS = ("steps", "passes", "init", "begin", "law", "model", "new_head", "keep_best", "patience")
 
 
 class Compute(NamedTuple):
@@ -51,7 +50,7 @@ class Branches(TrainingExtra):
     inputs: ClassVar = {"law": Reads.FILE}
 
     def hooks(self, cfg: BranchConfig, context: Context) -> dict[str, dict[str, Any]]:  # type: ignore[override]
-        """Return the hook for a branch; a law needs no hook, because the workers do not use it."""
+        """Return the training hook for a branch; a law needs none, because the workers do not use it."""
         return {} if cfg.first_step == 0 else {"pipeline.extras.branches:Branch": {}}
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
@@ -85,7 +84,7 @@ class Branches(TrainingExtra):
 
 
 def check_branch(stage: Stage, available: Available) -> None:
-    """Raise ConfigError if a branch would differ from its trunk trained for the branch's number of steps."""
+    """Raise ConfigError if a branch would differ from its trunk trained for the same number of steps."""
     cfg: BranchConfig = stage.config
     begin = cfg.begin
     link = reference(cfg.init or "")
@@ -94,7 +93,7 @@ def check_branch(stage: Stage, available: Available) -> None:
         f"{stage.name}.begin is not supported for runs in an object store",
     )
     # A branch changes the number of steps, and with it the phases of token dropping.
-    is_alike = stage.model is None or has_one_shape(cfg.phases(MANY, stage.model), stage.model)
+    is_alike = stage.model is None or has_one_shape(cfg.phases(MANY_STEPS, stage.model), stage.model)
     require(
         is_alike,
         f"{stage.name}.begin: a branch cannot use token dropping (thinning): its phases depend on the number of steps",
@@ -112,7 +111,7 @@ def check_branch(stage: Stage, available: Available) -> None:
     after = config.tagged(cfg, "forbid")
     for values, model in ((before, trunk.model), (after, stage.model)):
         for name in list(values):
-            if name.split(".")[0] in OWN or name == "optim.schedule.cooldown_steps":
+            if name.split(".")[0] in BRANCH_FIELDS or name == "optim.schedule.cooldown_steps":
                 del values[name]
         # Compare the resolved models, because a branch takes its model from the weights of its trunk.
         if model is not None:
@@ -151,10 +150,9 @@ def check_branch(stage: Stage, available: Available) -> None:
 
 
 def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
-    """Link the trunk's commit of step `begin` as the branch's first commit, from which the branch resumes like any
-    stage.
+    """Link the trunk's commit at step `begin` as the branch's first commit, from which the branch then resumes.
 
-    Raises DataError if the trunk has no such commit; also CheckpointError.
+    Raises DataError if the trunk has no such commit, and CheckpointError.
     """
     trunk = Path(context.campaign.path_of(cfg.init or ""))
     commits = checkpoints_in(trunk / "checkpoints")
@@ -164,8 +162,8 @@ def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
     if begin not in names:
         raise DataError(
             f"{context.stage.name}.begin is {begin}, but {trunk} has no commit of this step\n"
-            f"  expected one of {', '.join(map(str, sorted(names))) or 'none'}: keep_every and save_every of the trunk "
-            "must divide it"
+            f"  expected one of {', '.join(map(str, sorted(names))) or 'none'}: "
+            "a multiple of the trunk's keep_every and save_every"
         )
     # Copy the trunk's excluded steps before `begin`.
     if (trunk / artifacts.EXCLUDED_STEPS).exists():
@@ -224,7 +222,7 @@ class Forecast:
     high: float
 
     def score(self, was: float, log: Callable[[str], None]) -> dict[str, float | bool | str]:
-        """Check whether the result is inside the interval; log and return the verdict."""
+        """Check whether the measured result `was` is inside the interval; log and return the verdict."""
         is_inside = self.low <= was <= self.high
         verdict = "inside" if is_inside else "OUTSIDE"
         log(
@@ -236,7 +234,7 @@ class Forecast:
 
 
 def forecast_of(cfg: BranchConfig, context: Context, step: int | None = None) -> Forecast:
-    """Return the forecast that `cfg.law` makes for the evaluation at a step, by default the last step."""
+    """Return the forecast by `cfg.law` for the evaluation at a step, by default the last step."""
     figure = artifacts.read_record(Path(context.campaign.path_of(cfg.law or "")))
     law = law_of(figure["fit"]["law"])
     steps = planned_steps(cfg, Available(context.campaign))
@@ -296,5 +294,5 @@ def check_budget(campaign: Campaign) -> None:
     require(
         compute.planned <= campaign.budget,
         f"budget is {campaign.budget:g} exaFLOPs, but the recipe needs {compute.planned:.4g}\n"
-        f"  set budget={compute.planned:.4g}, or remove runs; python -m jobs plan lists the compute of each",
+        f"  set budget={compute.planned:.4g}, or remove runs; python -m jobs plan lists the compute of each stage",
     )

@@ -1,4 +1,4 @@
-"""Build the table of a sweep: the metrics of the runs, their mean, interval and deviation, and the best row.
+"""Build a sweep's table: the metrics of its runs, their mean, interval and deviation, and the best row.
 
 In:  the finished runs of a sweep (jobs/extras/studies/expand.py), each a stage with metrics
 Out: sweep.json, a record with runs, rows, the chosen values and its own sha256; report.txt, the table as text
@@ -60,7 +60,7 @@ from pipeline.evaluation import document, intervals
 from pipeline.monitoring.telemetry import without_single_seeds
 from pipeline.values import amount
 
-MOST_COPIES = (
+MAX_SHARE_OF_COPIES = (
     0.01  # tolerated share of held-out samples with the same bytes in another set: many sets contain duplicates
 )
 TIES = "the highest mean; if equal, the first in the recipe"
@@ -126,7 +126,7 @@ class Mean:
         return " ".join(filter(None, self.cells()))
 
     def cells(self) -> tuple[str, str, str]:
-        """Return the mean, interval and deviation between runs as percentages; "" for unknown parts."""
+        """Return the mean, the interval and the deviation across runs as percentages; "" for unknown parts."""
         interval = ""
         if self.interval is not None:
             low, high = self.interval
@@ -158,7 +158,7 @@ class Table(StageKind):
     checks_budget = True
 
     def expand(self, sections: Sections, kinds: Kinds) -> Sections:
-        """Return the sections of a recipe, with each `sweep` replaced with its runs and tables."""
+        """Return a recipe's sections; each section that contains a `sweep` becomes its runs and tables."""
         return expand.expand(sections, kinds, lambda name, section: read_section(name, section, kinds))
 
     def make_absolute(
@@ -312,7 +312,7 @@ class Table(StageKind):
 
 
 def run_as_json(result: Result) -> dict[str, object]:
-    """Return a result as plain values; entries are reduced to their intervals."""
+    """Return a result as plain values for sweep.json; entries are reduced to their intervals."""
     values = asdict(replace(result, entries={}))
     values.pop("entries")
     intervals_of_run = {}
@@ -322,7 +322,7 @@ def run_as_json(result: Result) -> dict[str, object]:
 
 
 def rows_as_json(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
-    """Return rows as plain values: {row: {metric: mean}}."""
+    """Return rows as plain values for sweep.json: {row: {metric: mean}}."""
     values: dict[str, dict[str, object]] = {}
     for row in rows:
         values[row.name] = {}
@@ -414,7 +414,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
 
 
 def means_by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, Mean]:
-    """Return the mean and (for two or more runs) the standard deviation of every metric that all runs have."""
+    """Return the mean and, for two or more runs, the standard deviation of every metric reported by all runs."""
     means: dict[str, Mean] = {}
     for metric in runs[0]:
         values = [run[metric] for run in runs if metric in run]
@@ -428,7 +428,7 @@ def means_by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, Mean]:
 
 
 def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> list[Row]:
-    """Return the mean of every group of rows.
+    """Return a row with the mean of each group of rows.
 
     Average over the rows for each seed first, then over the seeds, as if a whole benchmark had been repeated.
     """
@@ -517,7 +517,7 @@ def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
 def check_held_out(table: Stage, run: Stage, available: Available) -> None:
     """Raise DataError if a grid run is evaluated on its training samples or on samples of the final evaluation.
 
-    The choice would be biased. Data sets that do not exist yet are checked before the run starts.
+    The chosen values would be biased. Data sets that do not exist yet are checked before the run starts.
     """
     campaign = available.campaign
     if not table.config.chooses:
@@ -546,11 +546,11 @@ def check_held_out(table: Stage, run: Stage, available: Available) -> None:
                 continue
             same_places, same_bytes = shared_samples(index, other)
             # Allow a few identical images: many sets contain duplicates (`leaks` lists them).
-            if same_places or same_bytes > MOST_COPIES * index.samples:
+            if same_places or same_bytes > MAX_SHARE_OF_COPIES * index.samples:
                 raise DataError(
                     f"{key} ({path}) chooses values for {run.source}, but {max(same_places, same_bytes):,} of "
                     f"its {index.samples:,} samples are also in {other_key} ({other_path})\n"
-                    "  choose on held-out samples: a part of the training set that is used neither for training nor "
+                    "  choose on held-out samples: a part of the training set used neither for training nor "
                     "for the final evaluation (docs/studies.md)\n"
                     f"  set {run.source}.sweep.held_out.data.evaluate=…, or allow it with "
                     f"{run.source}.sweep.chosen_on_test=true; the table then says so"

@@ -27,7 +27,7 @@ Variables = Annotated[
 
 Wait = Annotated[
     bool,
-    typer.Option("--wait", help="Follow the job's output, also of a job already running; exit with its exit code."),
+    typer.Option("--wait", help="Follow the job's output, even if it is already running, and exit with its exit code."),
 ]
 
 SUBMIT_PERIODS = 1.5  # lease renewal periods to watch a lease before submitting; the job itself watches longer
@@ -101,7 +101,7 @@ def logs(run: Run, _debug: Debug = False) -> Answer:
 
 
 def follow(run: str) -> Answer:
-    """Print the output of a run's job until the job ends; the exit code is the run's. Raises ClusterError."""
+    """Print a job's output until the job ends; the exit code is that of its run. Raises ClusterError."""
     from jobs.extras.submit import submission
 
     job = submission.logs(run)
@@ -132,7 +132,7 @@ def stop(run: Run, _debug: Debug = False) -> Answer:
     """Stop a run on any machine: its workers commit a checkpoint and exit."""
     from data.storage import Folder, open_storage
     from jobs.extras.submit import submission
-    from jobs.ownership import RAY_JOB, holder_state, stop_holder
+    from jobs.ownership import RAY_JOB, holder_state
 
     name = job_name(run)
     storage = open_storage(Path("/"), name) if "://" in name else Folder(Path(name))
@@ -142,7 +142,7 @@ def stop(run: Run, _debug: Debug = False) -> Answer:
     if seen is None or is_rays:
         return Answer({"run": name, "job": job_record(submission.stop(name))})
     if state == "held":
-        stop_holder(storage, seen, echo, submission.STOP_WAIT_S)
+        submission.stop_holder(storage, seen, echo, submission.STOP_WAIT_S)
         return Answer({"run": name, "owner": seen.holder, "was_running": True})
     return Answer({"run": name, "owner": seen.holder, "was_running": False}, not_running_lines)
 
@@ -178,7 +178,7 @@ def job_lines(document: Document) -> Iterator[str]:
 
 
 def job_name(run: str) -> str:
-    """Return the name of a run's job, which is the run's absolute path or URL; a job id is returned unchanged."""
+    """Return a run's name in the table of jobs: its absolute path or URL; return a job id unchanged."""
     if "://" in run:
         from data.bucket import check_store_url  # imports numpy, which would slow down --help
 

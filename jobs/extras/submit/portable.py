@@ -1,4 +1,4 @@
-"""Convert a recipe to a string that can be sent to a cluster with a submitted job.
+"""Convert a recipe to a string that can be sent to a cluster as part of a submitted job.
 
 1. Overrides, environment variables and `~` have already been resolved on the submitter's machine.
 2. Relative paths are resolved against the submitter's working directory; on the cluster, they would refer to the folder
@@ -58,7 +58,7 @@ def portable(recipe: Recipe, run: str, folder: Path, kinds: Kinds) -> tuple[str,
 
 
 def make_absolute(section: object, parts: list[str], where: str, absolute: MakeAbsolute) -> None:
-    """Make all paths in a section that match a pattern absolute; `where` is the section's dotted name."""
+    """Make the paths in a section's fields that match a pattern absolute; `where` is the section's dotted name."""
     # A missing section has only default values, which contain no paths.
     if not isinstance(section, dict):
         return

@@ -1,8 +1,8 @@
 """Run campaigns as Ray jobs: submit and list jobs, follow their logs, and stop them.
 
 Steps of a submission:
-1. Refuse secrets in the environment, a checkout that is too large or has links to files outside, and a run whose last
-   job has not ended.
+1. Refuse secrets in the environment, an oversized checkout or one with links to files outside it, and a run whose
+   last job has not ended.
 2. Ship the checkout, without secrets and ignored files (jobs/cluster/shipping.py), and start `command` in it on the
    head node.
 3. Name the job after the run and the number of its submission: `/data/runs/digits` → `digits-002-4f1a`.
@@ -35,10 +35,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from data.errors import ClusterError, ConfigError, RunOwned, UsageError
+from data.storage import Storage
 from jobs.cluster.embedded import use_token_if_any
 from jobs.cluster.ray import ROOT, WAITING, explain, require_reachable
 from jobs.cluster.shipping import EXCLUDES, Checkout, inspect_checkout, secrets_line
 from jobs.cluster_config import check_environment
+from jobs.ownership import SLURM_JOB, STOP, UNIT, SeenLease, holder_state
 from jobs.terminal import echo
 
 if TYPE_CHECKING:
@@ -49,10 +51,12 @@ MIB = 2**20
 UPLOAD_LIMIT_BYTES = 100 * MIB  # limit of the Jobs API; larger uploads fail with HTTP status 413
 STOP_GRACE_S = 120  # time to finish the step and commit; Ray's default is 3 s
 STOP_WAIT_S = STOP_GRACE_S + 30  # 30 s more for the job's status to change
+# A command that Slurm or systemd would restart must be stopped there: prefix of `job` → command to type.
+STOP_COMMANDS = {SLURM_JOB: "scancel --batch --signal=TERM", UNIT: "systemctl stop"}
 LISTED_FIRST = {"RUNNING": 0, "PENDING": 1}
 POLL_S = 0.5
-LOOK_EVERY_S = 5.0  # request the job's status after this long without output
-LOOK_TIMEOUT_S = 10.0
+STATUS_EVERY_S = 5.0  # request the job's status after this long without output
+STATUS_TIMEOUT_S = 10.0
 HEAD_PATIENCE_S = 60.0  # the head is considered lost after this long without a response
 AGENT_WAIT_S = 300.0  # maximum wait for the head's agent; on a busy machine with two cores it took over a minute
 NO_AGENT = "No available agent to submit job"
@@ -76,7 +80,7 @@ class RayJob:
 
     id: str
     run: str
-    # PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED; `list_jobs` also sets PENDING while the driver waits for places
+    # PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED; `list_jobs` also sets PENDING while the driver waits for slots
     status: str
     started_s: float  # seconds since 1970
     exit_code: int | None
@@ -156,7 +160,7 @@ def submit(
 
 
 def list_jobs() -> list[RayJob]:
-    """Return all jobs submitted by Patchline: running, then pending, then ended jobs; within each, latest first."""
+    """Return all jobs submitted by Patchline: running, then pending, then ended jobs, each group latest first."""
     client = _connect()
     jobs = []
     for job in reversed(_submitted_jobs(client)):
@@ -169,7 +173,7 @@ def list_jobs() -> list[RayJob]:
                 lines = RAY_LINE.sub("", client.get_job_logs(job.id)).split("\n")
                 # The text after the last line break is an incomplete line.
                 if len(lines) > 1:
-                    # A running driver may still wait for places for its workers.
+                    # A running driver may still wait for slots for its workers.
                     is_waiting = lines[-2].startswith(WAITING)
                     job = replace(job, last_line=lines[-2], status="PENDING" if is_waiting else "RUNNING")
         jobs.append(job)
@@ -177,7 +181,7 @@ def list_jobs() -> list[RayJob]:
 
 
 def status(run: str) -> RayJob:
-    """Return the latest job of a run. If there is none, raises UsageError, which lists the runs with jobs."""
+    """Return a run's latest job. Raises UsageError, which lists the runs with jobs, if there is none."""
     return _latest_job(_connect(), run)
 
 
@@ -201,14 +205,14 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
     )
     written = 0  # characters of the job's log
     texts = _tail(client, job.id)
-    answered_s = time.monotonic()  # when the head last responded
+    responded_s = time.monotonic()  # when the head last responded
     alive_s = time.monotonic()  # when the job was last known to be alive
     while True:
         # 1. Read the job's output. None means that the connection was closed: the job has ended, or the head is
         #    unreachable.
         text: str | None = ""
         with suppress(queue.Empty):
-            text = texts.get(timeout=LOOK_EVERY_S)
+            text = texts.get(timeout=STATUS_EVERY_S)
         if text:
             # Remove Ray's line about setting up the environment, which precedes the driver's output.
             driver_text = RAY_LINE.sub("", text)
@@ -217,16 +221,16 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
             else:
                 print(driver_text, end="", flush=True)
             written += len(text)
-            answered_s = time.monotonic()
+            responded_s = time.monotonic()
             continue
 
-        # 2. After LOOK_EVERY_S without output, check whether the head responds and the job is alive. Ray's connection
+        # 2. After STATUS_EVERY_S without output, check whether the head responds and the job is alive. Ray's connection
         #    has no heartbeat, a head that loses power does not close it, and Ray's client has no timeout.
         try:
-            jobs = _within(LOOK_TIMEOUT_S, lambda: _jobs_of_run(client, job.id))
-            answered_s = time.monotonic()
+            jobs = _within(STATUS_TIMEOUT_S, lambda: _jobs_of_run(client, job.id))
+            responded_s = time.monotonic()
         except Exception as error:
-            silent_s = time.monotonic() - answered_s
+            silent_s = time.monotonic() - responded_s
             if silent_s > HEAD_PATIENCE_S:
                 raise ClusterError(
                     f"the cluster's head at {address} has not responded for {silent_s:.0f} s "
@@ -236,7 +240,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
                 ) from None
             jobs = [job]
             if text is None:
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(STATUS_EVERY_S)
         if not jobs:
             raise ClusterError(
                 f"the cluster's head at {address} was restarted and no longer knows job {job.id}\n"
@@ -245,7 +249,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
         if jobs[0].alive:
             alive_s = time.monotonic()
         # The job's last lines may arrive after its end; the connection is closed after them.
-        elif text is None or time.monotonic() - alive_s > LOOK_TIMEOUT_S:
+        elif text is None or time.monotonic() - alive_s > STATUS_TIMEOUT_S:
             return jobs[0]
         if text is None:
             texts = _tail(client, job.id, written)
@@ -273,7 +277,7 @@ def _tail(client: "JobSubmissionClient", job_id: str, skip: int = 0) -> "queue.Q
 
 
 def _within(seconds: float, work: Callable[[], Value]) -> Value:
-    """Return the result of `work`, or raise TimeoutError after some seconds; the thread of `work` keeps running."""
+    """Return the result of `work`, or raise TimeoutError after `seconds`; its thread then keeps running."""
     future: Future[Value] = Future()
 
     def run() -> None:
@@ -328,7 +332,7 @@ def stop(run: str) -> RayJob:
 
 
 def check_upload_size(checkout: Checkout, root: Path) -> int:
-    """Return the uncompressed size, in bytes, of the files that Ray would ship.
+    """Return the uncompressed size in bytes of the files that Ray would ship.
 
     If the size exceeds the limit of the Jobs API, raises UsageError, which lists the largest entries.
     """
@@ -348,7 +352,7 @@ def check_upload_size(checkout: Checkout, root: Path) -> int:
 
 
 def _connect() -> "JobSubmissionClient":
-    """Return a client for the cluster named by environment variables, otherwise for a cluster on this machine."""
+    """Return a client for the cluster named by environment variables or, without them, for one on this machine."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     # Call this before importing Ray, because it sets a variable that Ray reads at import.
     use_token_if_any()
@@ -402,7 +406,7 @@ def _submit_when_possible(submit_job: Callable[[], str]) -> str:
 
 
 def _submitted_jobs(client: "JobSubmissionClient") -> list[RayJob]:
-    """Return all jobs of the cluster, oldest first."""
+    """Return all jobs on the cluster, oldest first."""
     jobs = []
     for details in client.list_jobs():
         # Drivers that joined the cluster without `submit` have no submission id.
@@ -432,4 +436,36 @@ def _latest_job(client: "JobSubmissionClient", run: str) -> RayJob:
         f"no job for {run} on the cluster at {client.get_address()}\n"
         f"  runs with jobs: {', '.join(runs) or 'none'} (Ray loses this list if the head restarts)\n"
         f"  run python -m jobs list, or python -m jobs status with the run directory"
+    )
+
+
+def stop_holder(storage: Storage, seen: SeenLease, log: Callable[[str], None], patience_s: float) -> None:
+    """Tell the command that owns a run, on any machine, to commit and stop; return once it has ended.
+
+    The command sees the request at its next renewal. Raises ClusterError if it does not end in time, UsageError if
+    Slurm or systemd would restart it, StorageError.
+    """
+    for kind, words in STOP_COMMANDS.items():
+        if seen.record is not None and seen.record["job"].startswith(kind):
+            name = seen.record["job"].removeprefix(kind).strip()
+            raise UsageError(
+                f"{seen.holder} would be restarted after a stop\n"
+                f"  to stop it for good, run on {seen.record['host']}: {words} {name}"
+            )
+    storage.put(STOP.format(seen.number), b"")
+    log(f"asked {seen.holder} to commit and stop; waiting up to {patience_s:.0f} s")
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        state, now = holder_state(storage, log)
+        if state == "lost":
+            log(f"it died without a commit; for its last step, run python -m jobs status {storage.address()}")
+            return
+        if state == "free" or now is None or now.number > seen.number:
+            log(f"it has ended; for its result, run python -m jobs status {storage.address()}")
+            return
+        time.sleep(POLL_S)
+    raise ClusterError(
+        f"{seen.holder} has not stopped within {patience_s:.0f} s and still owns {storage.address()}\n"
+        "  its storage may be slow\n"
+        f"  run python -m jobs stop {storage.address()} again, or kill the process on its machine"
     )

@@ -2,12 +2,13 @@
 
 How `load` recognises a path, first match wins:
 1. a name that contains .npz is an official file;
-2. a .pth file is that of DINOv2, of DINOv3, or of a repository with timm's names;
-3. a .safetensors file, or a directory with model.safetensors, is timm's or Hugging Face's; config.json or keys tell.
+2. a .pth file comes from DINOv2, from DINOv3, or from a repository that uses timm's names;
+3. a .safetensors file, or a directory with model.safetensors, comes from timm or Hugging Face; config.json or the keys
+   show which.
 
     load("ViT-B_16.npz", {})         the state dict, and ViTConfig(image_size=(224, 224), patch=(16, 16), …)
 
-Nothing here runs code of a file: only safetensors, plain arrays and pickled tensors are read.
+Nothing here executes code from a file: only safetensors, plain arrays and pickled tensors are read.
 """
 
 from __future__ import annotations
@@ -32,10 +33,9 @@ loss_of = hf.loss_of
 
 
 def load(path: str | Path, config: ConfigFields) -> tuple[dict[str, Tensor], ModelConfig]:
-    """Return state dict and config of weights of another project; `config` sets fields that the files do not tell.
+    """Load another project's weights: return the state dict and config; `config` sets fields missing from the files.
 
-    Raises ValueError listing every key that is missing, unknown or of the wrong shape, or every tensor that contains
-    NaN or infinity.
+    Raises ValueError listing every missing, unknown or wrongly shaped key, or every tensor with NaN or infinity.
     """
     file = Path(path)
     if ".npz" in file.name:
@@ -68,14 +68,15 @@ def load(path: str | Path, config: ConfigFields) -> tuple[dict[str, Tensor], Mod
 
 
 def class_names(described: dict[str, Any]) -> list[str]:
-    """Return the class names of a config.json of transformers or timm, in the order of the outputs."""
+    """Return the class names from a transformers or timm config.json, in the order of the outputs."""
     return hf.class_names(described) or timm.class_names(described)
 
 
 def form_of(path: str | Path) -> dict[str, Any]:
-    """Return the form of foreign weights, so that an export can have the same; empty if files do not tell it.
+    """Return the architecture that another library's files name, so that an export can use the same one.
 
-    It is transformers' model_type, or timm's architecture with its arguments.
+    The result contains transformers' model_type, or timm's architecture with its arguments; it is empty if the files
+    name neither.
     """
     file = Path(path)
     if file.is_dir():
@@ -90,7 +91,7 @@ def form_of(path: str | Path) -> dict[str, Any]:
 
 
 def pixel_fields(folder: Path, described: dict[str, Any], is_hf: bool) -> ConfigFields:
-    """Return the mean and deviation by which timm or transformers normalises the pixels of a folder's weights."""
+    """Return the pixel mean and standard deviation that timm or transformers uses with a folder's weights."""
     values = described.get("pretrained_cfg", {})
     names = ("mean", "std")
     fields: ConfigFields = {}
@@ -117,7 +118,7 @@ def save(
     loss: str | None,
     form: dict[str, Any] | None,
 ) -> None:
-    """Write the model in a format of `models.save`; ValueError if readers would not compute the same logits."""
+    """Write the model in a format of `models.save`; raise ValueError if readers would compute different logits."""
     if format not in ("npz", "timm", "hf", "pth"):
         raise ValueError(f"format is {format!r}, expected one of safetensors, npz, timm, hf, pth")
     if format == "pth":

@@ -1,17 +1,18 @@
-"""Directories of transformers' `from_pretrained`, for the families of hf_families.py (SPEC 6.2).
+"""Reads and writes directories for transformers' `from_pretrained`, in the families of hf_families.py (SPEC 6.2).
 
 How a file is read:
-1. `model_type` in config.json tells the family; a file without config.json is a ViT;
-2. the family reads from config.json what shapes do not tell: activation, epsilon of the norms, heads, image size;
-3. the key of the patch embedding tells the prefix of the backbone's keys; keys that no image needs are dropped: those
-   of a text tower, of a decoder, and the token that pretraining puts in place of masked patches;
-4. infer the rest from shapes (`layout.vit_config`), and read every key by the layout.
+1. `model_type` in config.json names the family; a file without config.json is a ViT;
+2. the family reads fields that shapes do not determine from config.json: activation, epsilon of the norms, heads, image
+   size;
+3. the key of the patch embedding shows the prefix of the backbone's keys; keys without an effect on image features are
+   dropped: the keys of a text tower or a decoder, and the mask token of pretraining;
+4. the remaining fields are inferred from shapes (`layout.vit_config`), and every key is read according to the layout.
 
     {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_attention_heads": 12, "image_size": 224, ...}
     gives activation="gelu", norm_eps=1e-12, heads=12, image_size=(224, 224)
     vit.encoder.layer.0.attention.attention.query.weight is the first third of blocks.0.attention.qkv.weight
 
-How a model is written: as the first family of which transformers computes the same (`Family.differences`).
+How a model is written: as the first family whose model in transformers computes the same (`Family.differences`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from models.extras.weights.hf_families import FAMILIES, TWO_TOWERS, Family
 from models.extras.weights.layout import (
     ForeignConfig,
     read,
-    unlearnable_positions,
     vit_config,
     with_learned_positions,
     write,
@@ -39,13 +39,13 @@ PROBLEM_TYPES = {"sigmoid": "multi_label_classification", "softmax": "single_lab
 
 
 def is_hf(stored: dict[str, Tensor], described: ForeignConfig) -> bool:
-    """Return whether weights are transformers', not timm's."""
+    """Return whether weights come from transformers, rather than from timm."""
     # Every ViT of transformers has this key, with and without a classifier; no model of timm has it.
     return "model_type" in described or any("embeddings.patch_embeddings.projection." in key for key in stored)
 
 
 def family_of(described: ForeignConfig) -> tuple[Family, ForeignConfig]:
-    """Return the family of a config.json, and the part of it that describes the images' model.
+    """Return the family of a config.json, and the part of the config.json that describes the image model.
 
     Raises ValueError if the family is unknown.
     """
@@ -57,16 +57,18 @@ def family_of(described: ForeignConfig) -> tuple[Family, ForeignConfig]:
         reason = ""
         if name.startswith("siglip2"):
             reason = "; its SigLIP 2 takes images of any size (NaFlex), those of a fixed size have model_type siglip"
-        raise ValueError(f"transformers' {name} is not one of {', '.join((*FAMILIES, *TWO_TOWERS))}{reason}")
+        known = ", ".join((*FAMILIES, *TWO_TOWERS))
+        raise ValueError(f"transformers' model type {name} is not one of {known}{reason}")
     return FAMILIES[name], described
 
 
 def load(
     stored: dict[str, Tensor], described: ForeignConfig, overrides: ConfigFields
 ) -> tuple[dict[str, Tensor], ViTConfig]:
-    """Return state dict and config; without a config.json, use transformers' default activation and epsilon of a ViT.
+    """Return the state dict and config; without a config.json, use the defaults of transformers' ViT.
 
-    `overrides` with classes=0 drop a head. Raises ValueError if we cannot compute the model.
+    These defaults are the activation and the epsilon of the norms. classes=0 in `overrides` drops the head. Raises
+    ValueError if none of our models computes the same.
     """
     family, described = family_of(described)
     known = family.known(described)
@@ -127,8 +129,8 @@ def save(
 ) -> tuple[dict[str, Tensor], str]:
     """Return tensors and config.json for transformers: a classifier, or a bare model if there are no classes.
 
-    `loss` is the one that trained the head, sigmoid or softmax; None if it is unknown. `model_type` is the family in
-    which the weights were imported, which is preferred if it computes the same. Raises ValueError if no family does.
+    `loss` is the head's training loss, sigmoid or softmax; None if it is unknown. `model_type` is the family from which
+    the weights were imported; it is preferred if it can compute this model. Raises ValueError if no family can.
     """
     if not isinstance(config, ViTConfig) or config.family != "vit":
         raise ValueError(f"transformers' ViT has no family {config.family}; save as npz or safetensors")
@@ -153,8 +155,8 @@ def save(
 
 
 def reasons_against(family: Family, config: ViTConfig) -> list[str]:
-    """Return the parts of a model that a family cannot compute."""
-    reasons = unlearnable_positions(config)
+    """Return the parts of a model that a family does not support; an empty list if it supports the model."""
+    reasons = []
     if config.classes and family.classifier is None:
         reasons.append("classifier with such a head (it has none with classes=0)")
     return reasons + family.differences(config)
@@ -167,7 +169,7 @@ def tensors_of(
     class_names: Sequence[str],
     loss: str | None,
 ) -> tuple[dict[str, Tensor], str]:
-    """Return tensors and config.json of a family for a config without `reasons_against` it."""
+    """Return the tensors and config.json of a model for a family that supports it (see `reasons_against`)."""
     described = {
         "architectures": [family.classifier if config.classes else family.bare],
         **family.describe(family.as_stored(config)),

@@ -1,13 +1,13 @@
-"""The families of transformers that are ViTs: names of their parameters, and which ViT computes the same.
+"""The ViT families of transformers: their parameter names, and for each of their models the equivalent ViT of ours.
 
 A family is a class, because each reads and writes its config.json in its own way:
 
 1. `known` returns the fields of our config that a config.json determines, or raises ValueError with the reason why no
    ViT of ours computes the model;
 2. `layout` maps our names to the keys of its files;
-3. `adapt` changes tensors that are stored in another form than ours, and `restore` changes them back;
-4. `describe` returns the config.json of our config. A config that does not survive `describe` and `known` is one that
-   the family cannot compute (`differences`).
+3. `adapt` converts tensors stored in a different form from ours, and `restore` converts them back;
+4. `describe` returns the config.json for our config. The family supports a config only if `known` recovers it from this
+   config.json (`differences`).
 
     {"model_type": "dinov2", "layerscale_value": 1.0, "layer_norm_eps": 1e-6, ...}
     gives layer_scale=1.0, norm_eps=1e-6; encoder.layer.0.layer_scale1.lambda1 is blocks.0.scale1.gamma
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from models.catalog import Shape
 from models.configs import ConfigFields, ModelConfig, ViTConfig, checked
-from models.extras.weights.layout import ForeignConfig, Layout, differing_fields
+from models.extras.weights.layout import ForeignConfig, Layout, differing_fields, unlearnable_positions
 from models.weights.preprocessing import CLIP_MEAN, CLIP_STD, HALF, IMAGENET_MEAN, IMAGENET_STD
 
 Rules = tuple[tuple[str, str], ...]
@@ -41,7 +41,7 @@ THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_ge
 
 
 def packed(name: str, parts: tuple[str, str, str], has_key_bias: bool = True) -> Packed:
-    """Return how a packed projection `.qkv.` called `name` is stored under three names."""
+    """Return the rules by which a packed projection, with the name `name` in files, is stored as three tensors."""
     rows: Packed = ((name, parts),)
     if not has_key_bias:
         queries, _, values = parts
@@ -50,7 +50,7 @@ def packed(name: str, parts: tuple[str, str, str], has_key_bias: bool = True) ->
 
 
 class Family:
-    """ViT, and what all families share with it."""
+    """Base class of all families; by itself it is the family ViT."""
 
     model_type = "vit"
     title = "ViT"
@@ -61,7 +61,7 @@ class Family:
     head = "classifier."
     slots = 1  # prefix tokens with an entry in the position table
     pixels = (HALF, HALF)  # mean and std of the published weights, if no preprocessor_config.json gives them
-    # Their values of fields that a config.json lacks.
+    # transformers' values for fields missing from a config.json.
     defaults: ClassVar[Mapping[str, object]] = {
         "hidden_act": "gelu",
         "layer_norm_eps": 1e-12,
@@ -88,13 +88,13 @@ class Family:
     undescribed: tuple[str, ...] = ()  # fields of ViT's config.json that this family's does not have
 
     def known(self, described: ForeignConfig) -> ConfigFields:
-        """Return the config fields that a config.json gives. Raises ValueError if we cannot compute the model."""
+        """Return the config fields that a config.json determines. Raises ValueError if the model is not supported."""
         values = {**self.defaults, **described} if described else dict(self.defaults)
         activation = values["hidden_act"]
         if activation not in ACTIVATIONS:
             raise ValueError(f"hidden_act {activation!r} is not one of {', '.join(ACTIVATIONS)}")
         if values.get("pooler_act", "tanh") != "tanh":
-            raise ValueError(f"pooler_act {values['pooler_act']!r} is not tanh, as the representation layer is")
+            raise ValueError(f"pooler_act is {values['pooler_act']!r}, but our representation layer uses tanh")
         known: ConfigFields = {"activation": ACTIVATIONS[activation], "norm_eps": values["layer_norm_eps"]}
         # Without a config.json, shapes and the table of sizes determine these.
         if described:
@@ -113,23 +113,23 @@ class Family:
         return Layout(tuple(names), self.packed(known), shape_of=self.stored_shape)
 
     def packed(self, known: ConfigFields) -> Packed:
-        """Return how packed parameters are stored."""
+        """Return the rules by which packed parameters are stored as several tensors."""
         return packed(".qkv.", self.parts)
 
     def stored_shape(self, key: str, shape: Shape, config: ModelConfig) -> Shape:
-        """Return the stored shape of a parameter."""
+        """Return the shape in which a parameter, of shape `shape` in our model, is stored."""
         return shape
 
     def adapt(self, stored: dict[str, Tensor], prefix: str, known: ConfigFields) -> dict[str, Tensor]:
-        """Return the tensors in a form that the layout maps to ours. Raises ValueError for a head we cannot compute."""
+        """Convert stored tensors to the form that the layout expects. Raises ValueError for an unsupported head."""
         return stored
 
     def restore(self, tensors: dict[str, Tensor], prefix: str, config: ViTConfig) -> dict[str, Tensor]:
-        """Return the tensors as the family stores them: the inverse of `adapt`."""
+        """Convert tensors to the form in which the family stores them: the inverse of `adapt`."""
         return tensors
 
     def describe(self, config: ViTConfig) -> ForeignConfig:
-        """Return the fields of a config.json that make transformers compute this model."""
+        """Return the config.json fields with which transformers computes this model."""
         described = {
             "model_type": self.model_type,
             "hidden_size": config.width,
@@ -151,22 +151,23 @@ class Family:
         return {name: value for name, value in described.items() if name not in self.undescribed}
 
     def in_full(self, described: ForeignConfig) -> ForeignConfig:
-        """Return the whole config.json of a model whose part for images is `described`."""
+        """Return the complete config.json of a model; `described` is its part for the image model."""
         return described
 
     def fixed(self, config: ViTConfig) -> ConfigFields:
-        """Return the fields that this family always has, or that its files tell by a parameter that may be absent."""
+        """Return the fields that the family fixes, or that an optional parameter in its files determines."""
         # A bare model of a family with a pooler has one, a classifier has none.
         return {"representation": None if config.classes else config.representation} if self.pooler else {}
 
     def as_stored(self, config: ViTConfig) -> ViTConfig:
-        """Return the config as in a file of this family: positions are one learned table with the family's entries."""
+        """Return the equivalent config in a file of this family, which stores positions as one learned table."""
         if config.positions == "none":
             return config
         return replace(config, positions="learned", class_slot=self.slots > 0)
 
     def differences(self, config: ViTConfig) -> list[str]:
-        """Return the parts of a model that transformers' model of this family does not compute."""
+        """Return the parts of a model that transformers' model of this family does not support."""
+        reasons = unlearnable_positions(config)
         config = self.as_stored(config)
         sizes = ("image_size", "patch", "classes", "width", "depth", "mlp", "heads")
         values: ConfigFields = {name: getattr(config, name) for name in sizes}
@@ -174,12 +175,16 @@ class Family:
             values |= self.known(self.describe(config)) | self.fixed(config)
             theirs = checked(ViTConfig, values)
         except ValueError as error:
-            return [str(error)]
-        return [named(name, getattr(config, name)) for name in differing_fields(theirs, config)]
+            return [*reasons, str(error)]
+        for name in differing_fields(theirs, config):
+            # Such positions have been named.
+            if not (reasons and name in ("positions", "positions_at")):
+                reasons.append(named(name, getattr(config, name)))
+        return reasons
 
 
 def named(field: str, value: object) -> str:
-    """Return how an error names a field of a config."""
+    """Describe a config field and its value for an error message."""
     if field == "pool":
         return f"pooling by {value}"
     if field == "registers":
@@ -192,13 +197,13 @@ def named(field: str, value: object) -> str:
 
 
 def square(size: tuple[int, int]) -> int | list[int]:
-    """Return a single number if both sides are equal, as most readers expect."""
+    """Return a size as a single number if it is square, as most readers expect, and as a list otherwise."""
     height, width = size
     return height if height == width else [height, width]
 
 
 class DeiT(Family):
-    """DeiT: a second prefix token, which the distillation trained and a plain classifier does not read."""
+    """DeiT: a second prefix token, trained by distillation and ignored by a plain classifier."""
 
     model_type = "deit"
     title = "DeiT"
@@ -293,20 +298,21 @@ class DINOv2(Family):
         }
 
 
-def mlp_ratio(hidden: int, width: int, is_gated: bool) -> float:
+def mlp_ratio(hidden: int, width: int, is_gated: bool) -> int:
     """Return DINOv2's mlp_ratio for an MLP of this hidden width. Raises ValueError if there is none."""
-    ratio: float
-    for ratio in (*range(1, 17), 1.5 * hidden / width, (hidden + 0.5) / width):
-        result = int(width * ratio)
+    # transformers accepts only whole numbers.
+    for ratio in range(1, 17):
+        result = width * ratio
         if is_gated:
             result = (int(result * 2 / 3) + 7) // 8 * 8
         if result == hidden:
             return ratio
-    raise ValueError(f"hidden width {hidden} of SwiGLU, which is not a multiple of 8")
+    kind = "SwiGLU" if is_gated else "MLP"
+    raise ValueError(f"{kind} of hidden width {hidden} at width {width}, which is no whole mlp_ratio")
 
 
 class DINOv2WithRegisters(DINOv2):
-    """DINOv2 with registers, which have no entry in the position table; the class token has one."""
+    """DINOv2 with registers; its position table has an entry for the class token, but none for the registers."""
 
     model_type = "dinov2_with_registers"
     title = "DINOv2 with registers"
@@ -336,7 +342,7 @@ class DINOv2WithRegisters(DINOv2):
 
 
 class DINOv3(Family):
-    """DINOv3: rotary positions and registers, no bias of the keys, and SwiGLU in the larger models."""
+    """DINOv3: rotary positions, registers, no key bias, and SwiGLU in the larger models."""
 
     model_type = "dinov3_vit"
     title = "DINOv3"
@@ -386,7 +392,9 @@ class DINOv3(Family):
             raise ValueError(f"rotary positions with base {values['rope_theta']}, not 100")
         biases = (values["query_bias"], values["key_bias"], values["value_bias"])
         if biases not in QKV_BIASES:
-            raise ValueError("biases of queries, keys and values other than of all, of all but the keys, or of none")
+            raise ValueError(
+                "a combination of query, key and value biases other than all three, all but the key's, or none"
+            )
         if values["proj_bias"] != values["mlp_bias"]:
             raise ValueError("biases in the attention's output projection or the MLP, but not in both")
         return {
@@ -435,7 +443,7 @@ QKV_BIASES = {(True, True, True): "all", (True, False, True): "qv", (False, Fals
 
 
 class CLIP(Family):
-    """The vision tower of CLIP; the projection to the space of the texts is a head with a bias of zero."""
+    """The vision tower of CLIP; the projection to the joint image-text space becomes a head with zero bias."""
 
     model_type = "clip_vision_model"
     title = "CLIP vision tower"
@@ -503,7 +511,7 @@ class CLIP(Family):
         if bias is not None and bool(bias.any()):
             raise ValueError(
                 "transformers' CLIP vision tower has no bias in its projection; save as timm or safetensors, or "
-                "export the weights before the head was trained"
+                "export the weights from before the head was trained"
             )
         return tensors
 
@@ -598,7 +606,7 @@ class SigLIP(CLIP):
 
 
 class BEiT(Family):
-    """BEiT with absolute positions; the published ones have relative position biases, which no ViT of ours computes."""
+    """BEiT with absolute positions; published models have relative position biases, which are not supported."""
 
     model_type = "beit"
     title = "BEiT"
@@ -611,7 +619,7 @@ class BEiT(Family):
         *Family.rules,
         (r"\.scale([12])\.gamma$", r".lambda_\1"),
         (r"^pool_norm\.", "pooler.layernorm."),
-        (r"^prefix\.registers$", "embeddings.cls_token"),  # a class token that is not pooled is a register
+        (r"^prefix\.registers$", "embeddings.cls_token"),  # an unpooled class token is a register
     )
     unread = (r"mask_token$", r"relative_position_index$")
     undescribed = ("qkv_bias", "pooler_act", "pooler_output_size")

@@ -41,7 +41,7 @@ CHANNELS_PER_HEAD = 64  # in every variant of the paper's table 1 except H
 
 @dataclass(frozen=True)
 class Layout:
-    """How another code base names and shapes our parameters."""
+    """The names and shapes of our parameters in another code base."""
 
     renames: tuple[tuple[str, str], ...]  # pairs of regular expression and replacement, applied to our name in order
     packed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # substring of the new name, and its replacement for each part
@@ -118,9 +118,9 @@ def write(state: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict
 def with_learned_positions(
     state: dict[str, Tensor], config: ViTConfig, slots: int
 ) -> tuple[dict[str, Tensor], ViTConfig]:
-    """Return an equivalent model with one learned table, in which `slots` prefix tokens have an entry.
+    """Return an equivalent model with one learned position table, which has entries for `slots` prefix tokens.
 
-    If more prefix tokens have an entry, all entries of prefix tokens are added to their tokens first.
+    If more prefix tokens have position embeddings, all of these are folded into the tokens first.
     """
     if config.positions == "none":
         return state, config
@@ -139,13 +139,19 @@ def with_learned_positions(
 
 def unlearnable_positions(config: ViTConfig) -> list[str]:
     """Return why a learned table cannot replace a model's positions; an empty list if `with_learned_positions` can."""
-    if config.positions_at != "stem" or config.positions == "relative":
-        return [f"{config.positions} positions at {config.positions_at}"]
+    if config.positions == "relative":
+        return ["relative positions"]
+    if config.positions == "none":
+        return []
+    if config.positions_at == "every":
+        return [f"{config.positions} positions in every layer"]
+    if config.positions_at == "shared":
+        return [f"{config.positions} positions shared by all layers"]
     return []
 
 
 def differing_fields(theirs: ViTConfig, ours: ViTConfig) -> list[str]:
-    """Return the names of the fields in which another library's model would compute something else than ours."""
+    """Return the names of the fields that would make another library's model compute something different from ours."""
     # Without a table or a prefix token, nothing has an entry.
     has_no_entry = ours.positions == "none" or not ours.prefix_tokens
     names = []
@@ -162,7 +168,7 @@ def differing_fields(theirs: ViTConfig, ours: ViTConfig) -> list[str]:
 
 
 def without_slots(state: dict[str, Tensor], config: ViTConfig) -> tuple[dict[str, Tensor], ViTConfig]:
-    """Return an equivalent model whose prefix tokens have no position entry: each entry is added to its token."""
+    """Return an equivalent model without position embeddings for prefix tokens: each is folded into its token."""
     slots = config.position_slots
     state, config = with_learned_positions(state, config, slots)
     table = state["positions.0.table"]
@@ -259,13 +265,13 @@ def vit_config(
         heads_by_width = {width: heads for width, _, _, heads in SIZES.values()}
         width = config["width"]
         if width not in heads_by_width and width % CHANNELS_PER_HEAD:
-            raise ValueError(f"the file does not tell the number of heads of width {width}: pass heads=")
+            raise ValueError(f"the file does not determine the number of heads for width {width}: pass heads=")
         config["heads"] = heads_by_width.get(width, width // CHANNELS_PER_HEAD)
     return checked(ViTConfig, with_positions(config, shapes.get("positions.0.table")))
 
 
 def switches_of(stored: dict[str, Tensor], layout: Layout) -> ConfigFields:
-    """Return the switches that the presence of stored parameters determines."""
+    """Return the switches of the config, inferred from which parameters are stored."""
     switches: ConfigFields = {}
     for field, name, present, absent in PRESENT:
         switches[field] = present if layout.keys(name)[0] in stored else absent
@@ -283,13 +289,14 @@ def switches_of(stored: dict[str, Tensor], layout: Layout) -> ConfigFields:
 
 
 def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
-    """Add fields inferred from the position table's shape (1, slots + patches, D): kind, slots and square image size.
+    """Add config fields inferred from the position table's shape (1, slots + patches, D).
 
-    Existing fields do not change. Raises ValueError if the table does not fit them.
+    The fields are the kind of positions, the slots and a square image size. Existing fields do not change. Raises
+    ValueError if the table does not fit them.
     """
     if table is None:
         if "image_size" not in config:
-            raise ValueError("no position table tells the image size: pass image_size=(height, width)")
+            raise ValueError("without a position table, the image size is unknown: pass image_size=(height, width)")
         # A fixed table is not stored: without a table but with a known size, it is big_vision's sincos2d.
         return {"positions": "sincos2d", "class_slot": False, **config}
     length = table[1]

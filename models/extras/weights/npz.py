@@ -2,9 +2,9 @@
 
 How a file is read:
 1. remove the prefix of its generation, `opt/target/` or `params/`; keys without the prefix do not belong to the model;
-2. convert all generations of names to those of today's code: separate layers, submodules numbered per class from 0;
+2. convert all generations of names to those of the current code: separate layers, submodules numbered per class from 0;
 3. infer the config from keys and shapes, and select the layout of the config;
-4. read every key as the layout prescribes, or list the keys that do not fit.
+4. read every key according to the layout, or list the keys that do not fit.
 
     opt/target/Transformer/encoderblock_0/LayerNorm_2/scale   (768,)
     Transformer/encoderblock_0/LayerNorm_1/scale              (768,)    the same key after steps 1 and 2
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from models.catalog import Shape, check_finite
 from models.configs import ACTIVATIONS, HALF, SWITCHES, BiTConfig, ConfigFields, ModelConfig, ViTConfig, checked
-from models.extras.weights.layout import Layout, read, units_of, vit_config, write
+from models.extras.weights.layout import Layout, read, units_of, unlearnable_positions, vit_config, write
 
 # Weights hardly compress: float32 by 1.1, bfloat16 stored as float32 by 2.5. But 6.3 MB can unpack to 6 GB of zeros.
 MAX_EXPANSION = 20
@@ -88,7 +88,7 @@ BIT = (
 
 
 def stored_shape(key: str, shape: Shape, config: ModelConfig) -> Shape:
-    """Return the shape of a parameter in these files, given our shape in their order of axes."""
+    """Return the shape of a parameter in these files; `shape` is our shape, with the axes in the order of the files."""
     # Attention heads have a separate axis.
     if isinstance(config, ViTConfig) and re.search(r"/(query|key|value)/(kernel|bias)$", key):
         return (*shape[:-1], config.heads, shape[-1] // config.heads)
@@ -107,7 +107,7 @@ BIG_VISION = Layout(((r"^positions\.0\.table$", BIG_VISION_POSITIONS), *VIT), PA
 
 def layout_of(config: ModelConfig) -> Layout:
     """Return the layout of the code base that defines this config."""
-    # The padding of the pool tells which BiT it is: -inf for big_vision, zeros for the published code (SPEC 1.8).
+    # The pool's padding identifies the kind of BiT: -inf for big_vision, zeros for the published code (SPEC 1.8).
     if isinstance(config, BiTConfig) and config.pool_padding == "zero":
         return Layout(BIT, kernels_last=True, shape_of=stored_shape)
     if isinstance(config, BiTConfig):
@@ -119,9 +119,9 @@ def layout_of(config: ModelConfig) -> Layout:
 
 
 def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], ModelConfig]:
-    """Return state dict and config of a file; `file.npz:img` selects the part under `img/`.
+    """Return the state dict and config of a file; `file.npz:img` selects the part under `img/`.
 
-    A file of images and texts without such a selection is read as its `img/`.
+    If nothing is selected in the file of an image-text model, its `img/` is read.
     """
     file, _, part = str(path).partition(".npz:")
     if part:
@@ -162,7 +162,7 @@ def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], 
 
 
 def is_of_a_vit(name: str) -> bool:
-    """Return whether a name without prefixes is that of a ViT's first layer."""
+    """Return whether a name, without prefixes, is the name of a ViT's first layer."""
     return name.startswith("embedding/")
 
 
@@ -203,7 +203,7 @@ def check_sizes(archive: zipfile.ZipFile, keys: list[str], file: str) -> None:
 
 
 def canonical(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename all keys to those of today's code: separate layers, submodules numbered per class from 0.
+    """Rename all keys to those of the current code: separate layers, submodules numbered per class from 0.
 
     Linen numbers the submodules of a block per class; older versions numbered all of them together. LayerNorm_0,
     MultiHead..._1, LayerNorm_2, MlpBlock_3 become LayerNorm_0, MultiHead..._0, LayerNorm_1, MlpBlock_0.
@@ -268,8 +268,8 @@ def infer(stored: dict[str, Tensor], overrides: ConfigFields) -> ModelConfig:
     if root in stored:
         known["stem"] = units_of(stored)
         known["stem_width"] = stored[root].shape[-1]
-    # The key of the position table tells the code base, and so whether the class token has an entry. A missing table
-    # means sincos2d, which `vit_config` infers with either layout.
+    # The key of the position table identifies the code base, and so whether the class token has an entry. A missing
+    # table means sincos2d, which `vit_config` infers with either layout.
     layout = VIT_JAX
     if BIG_VISION_POSITIONS in stored:
         known["class_slot"] = False
@@ -278,7 +278,7 @@ def infer(stored: dict[str, Tensor], overrides: ConfigFields) -> ModelConfig:
 
 
 def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> None:
-    """Write the names of today's vit_jax, or big_vision's if only it has the layout; ValueError if neither has it."""
+    """Write a file in the layout of current vit_jax, or of big_vision if only it fits; ValueError if neither fits."""
     # The format lacks names for some parts of a ViT; for ResNets it has all.
     reasons = []
     if config.family not in ("vit", "bit"):
@@ -286,8 +286,10 @@ def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> Non
     elif isinstance(config, ViTConfig):
         if config.registers:
             reasons.append(f"{config.registers} registers")
-        if config.positions not in ("learned", "sincos2d") or config.positions_at != "stem":
-            reasons.append(f"{config.positions} positions at {config.positions_at}")
+        unwritten = unlearnable_positions(config)
+        if not unwritten and config.positions not in ("learned", "sincos2d"):
+            unwritten = [f"{config.positions} positions"]
+        reasons += unwritten
         for field in fields(ViTConfig):
             value = getattr(config, field.name)
             if field.name in SWITCHES and value != field.default:

@@ -1,11 +1,11 @@
-"""The `.pth` files of the DINOv2 and DINOv3 repositories, and of others whose names are timm's.
+"""Reads and writes the `.pth` files of DINOv2 and DINOv3, and reads those of repositories that use timm's names.
 
 How a file is read:
-1. unpickle tensors only: torch's weights-only loading runs no code of the file;
+1. unpickle tensors only: torch's weights-only loading executes no code from the file;
 2. unwrap what training scripts put around the weights: {"teacher": {"backbone.cls_token": ...}} or {"model": {...}};
-3. the keys tell the repository: rotary periods are DINOv3's, a mask token next to a position table is DINOv2's, and
+3. the keys identify the repository: rotary periods are DINOv3's, a mask token next to a position table is DINOv2's, and
    everything else is read as timm's (DeiT, ViT-MAE);
-4. the repository's code determines what keys and shapes do not tell: 64 channels per head, erf GELU, epsilon.
+4. the repository's code determines all fields that keys and shapes do not: 64 channels per head, erf GELU, epsilon.
 
     blocks.0.attn.qkv.bias_mask    DINOv3 multiplies the bias by it: zeros for the keys, ones for queries and values
     rope_embed.periods             constants, which must be those of base 100
@@ -29,7 +29,6 @@ from models.extras.weights.layout import (
     ForeignConfig,
     Layout,
     read,
-    unlearnable_positions,
     vit_config,
     with_learned_positions,
     write,
@@ -51,7 +50,7 @@ BASE = 100.0  # of DINOv3's rotary periods
 
 
 def layout_of(is_dinov3: bool, is_gated: bool) -> Layout:
-    """Return how a repository names our parameters."""
+    """Return the layout of the files of DINOv2 or DINOv3, with SwiGLU if `is_gated`."""
     registers = "storage_tokens" if is_dinov3 else "register_tokens"
     renames = (
         *RENAMES,
@@ -64,7 +63,7 @@ def layout_of(is_dinov3: bool, is_gated: bool) -> Layout:
 
 
 def load(path: Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], ViTConfig]:
-    """Return state dict and config of a file. Raises ValueError if it contains code, or a model we cannot compute."""
+    """Return the state dict and config of a file. Raises ValueError if it contains code or an unsupported model."""
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -97,7 +96,7 @@ def load(path: Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], ViTCon
 
 
 def unwrapped(contents: object) -> dict[str, Tensor]:
-    """Return the named tensors in the contents of a file, as float32, without prefixes of training scripts."""
+    """Return the named tensors in a file's contents, as float32, without the prefixes added by training scripts."""
     for name in ("teacher", "model", "state_dict"):
         if isinstance(contents, Mapping) and isinstance(contents.get(name), Mapping):
             contents = contents[name]
@@ -118,12 +117,15 @@ def unwrapped(contents: object) -> dict[str, Tensor]:
 
 
 def heads_of(width: int) -> int:
-    """Return the attention heads of the repositories' models: 64 channels each, 128 in DINOv3's 7B."""
+    """Return the number of attention heads for this width: 64 channels per head, 128 in DINOv3's 7B."""
     return width // (128 if width == 4096 else 64) or 1
 
 
 def dinov2_fields(stored: dict[str, Tensor]) -> ConfigFields:
-    """Return what the code of DINOv2 determines; entries of the position table that we lack move to their token."""
+    """Return the config fields fixed by DINOv2's code; the class token's position embedding is folded into the token.
+
+    It is folded only in a model with registers, which have no position embeddings.
+    """
     width = stored["cls_token"].shape[-1]
     if "register_tokens" in stored:
         # Registers have no entry in the table: add the class token's entry to the token itself.
@@ -133,9 +135,9 @@ def dinov2_fields(stored: dict[str, Tensor]) -> ConfigFields:
 
 
 def dinov3_fields(stored: dict[str, Tensor], masks: dict[str, Tensor]) -> ConfigFields:
-    """Return what the code of DINOv3 determines; the masked biases of the keys are removed.
+    """Return the config fields fixed by DINOv3's code, and remove the masked key biases from `stored`.
 
-    Raises ValueError if masks or rotary periods are not those of the published models.
+    Raises ValueError if masks or rotary periods differ from those of the published models.
     """
     width = stored["cls_token"].shape[-1]
     heads = heads_of(width)
@@ -173,9 +175,9 @@ def rope_periods(head_width: int) -> Tensor:
 
 
 def preprocessing_of(config: ViTConfig) -> Preprocessing | None:
-    """Return the evaluation of the repositories: DINOv2's data/transforms.py, and the README of DINOv3.
+    """Return the preprocessing with which a repository evaluates its models; None for models of other repositories.
 
-    None for other models, whose files do not tell it.
+    The sources are DINOv2's data/transforms.py and the README of DINOv3.
     """
     if config.layer_scale is None:
         return None
@@ -190,7 +192,7 @@ def preprocessing_of(config: ViTConfig) -> Preprocessing | None:
 def save(state: dict[str, Tensor], config: ModelConfig, path: Path) -> None:
     """Write a file that `load_state_dict` of DINOv2 or DINOv3 accepts. Raises ValueError if neither has this model."""
     if not isinstance(config, ViTConfig) or config.family != "vit":
-        raise ValueError(f"DINOv2 and DINOv3 have no family {config.family}; save as safetensors")
+        raise ValueError(f"DINOv2 and DINOv3 have no models of family {config.family}; save as safetensors")
     is_dinov3 = config.rope == "dinov3"
     name = "dinov3_vit" if is_dinov3 else "dinov2_with_registers" if config.registers else "dinov2"
     family = FAMILIES[name]
@@ -201,7 +203,7 @@ def save(state: dict[str, Tensor], config: ModelConfig, path: Path) -> None:
         reasons.append(f"norm_eps={config.norm_eps}")
     if config.heads != heads_of(config.width):
         reasons.append(f"{config.heads} heads at width {config.width}")
-    reasons += unlearnable_positions(config) + family.differences(config)
+    reasons += family.differences(config)
     if reasons:
         raise ValueError(f"{family.title} has no {', no '.join(reasons)}; save as safetensors")
     state, config = with_learned_positions(state, config, family.slots)

@@ -1,10 +1,11 @@
-"""timm's `VisionTransformer` and `Eva`: directories for `timm.create_model("local-dir:...")`, and bare files.
+"""Reads and writes timm's `VisionTransformer` and `Eva`: folders for `timm.create_model("local-dir:...")`, and files.
 
 How a file is read:
-1. reject models that we cannot compute, with the reason: UNSUPPORTED_KEYS, UNSUPPORTED_NAMES, CHANGES;
-2. read what shapes do not tell from the architecture's name (FIXED), then from the arguments in config.json (TOLD);
+1. reject unsupported models, with the reason: UNSUPPORTED_KEYS, UNSUPPORTED_NAMES, CHANGES;
+2. read fields that shapes do not determine from the architecture's name (FIXED), then from the arguments in config.json
+   (ARGUMENTS);
 3. turn an unpooled class token into the first register;
-4. infer the rest from keys and shapes (`layout.vit_config`), and read every key by the layout of these keys.
+4. infer the other fields from keys and shapes (`layout.vit_config`), and read every key according to their layout.
 
     {"architecture": "vit_base_patch16_224", "model_args": {"num_heads": 12, "act_layer": "gelu"}, ...}
     gives heads=12, activation="gelu"; blocks.0.attn.qkv.weight becomes blocks.0.attention.qkv.weight
@@ -27,6 +28,7 @@ from models.extras.weights.layout import (
     Layout,
     differing_fields,
     read,
+    unlearnable_positions,
     vit_config,
     with_learned_positions,
     write,
@@ -120,7 +122,7 @@ ROPE_ARGUMENTS = {
 }
 ROPE_TYPES = {"index": "cat", "learned": "mixed", "centred": "dinov3"}
 GRID_INDEXING = {"yx": "ij", "xy": "xy"}
-TOLD = (("heads", "num_heads"), ("image_size", "img_size"), ("activation", "act_layer"))  # ours, their argument
+ARGUMENTS = (("heads", "num_heads"), ("image_size", "img_size"), ("activation", "act_layer"))  # ours, their argument
 CHANGES = ("norm_layer", "mlp_layer", "block_fn", "use_post_norm", "num_kv_heads")  # change the computation
 
 
@@ -130,7 +132,7 @@ def layout_of(stored: dict[str, Tensor]) -> Layout:
 
 
 def names_of(stored: Mapping[str, Tensor]) -> set[str]:
-    """Return the names in the first block of a file, and "mlp.up" or "mlp.gate_up" for a first layer of this kind."""
+    """Return the names in a file's first block, and "mlp.up" or "mlp.gate_up", depending on the MLP's first layer."""
     names = {key.removeprefix("blocks.0.") for key in stored if key.startswith(("blocks.0.", ROOT))}
     # One layer of twice the hidden width is SwiGLU too.
     if "mlp.fc1.weight" in names:
@@ -140,7 +142,7 @@ def names_of(stored: Mapping[str, Tensor]) -> set[str]:
 
 
 def layout_of_names(names: Container[str]) -> Layout:
-    """Return the layout of a file in which the first block has these names, among others."""
+    """Return the layout of a file whose first block contains these names, as returned by `names_of`."""
     renames: tuple[tuple[str, str], ...] = RENAMES
     if f"{ROOT}weight" in names:
         renames = (*renames, (r"^patch_embed\.backbone\.stem\.", "patch_embed.backbone."))
@@ -166,10 +168,10 @@ def layout_of_names(names: Container[str]) -> Layout:
 def load(
     stored: dict[str, Tensor], described: ForeignConfig, overrides: ConfigFields
 ) -> tuple[dict[str, Tensor], ViTConfig]:
-    """Return state dict and config; the activation is erf GELU unless timm's config sets another.
+    """Return the state dict and config; the activation is erf GELU unless timm's config sets another.
 
-    Without a config file, a class token is assumed to be pooled; otherwise pass pool="gap".
-    Raises ValueError if we cannot compute the model.
+    Without a config file, a class token is assumed to be pooled; otherwise pass pool="gap". Raises ValueError if the
+    model is not supported.
     """
     architecture = described.get("architecture", "")
     refuse_unsupported(stored, architecture)
@@ -179,8 +181,8 @@ def load(
         raise ValueError(f"this timm model has {', '.join(changed)}, which is not supported")
     if not architecture and "rope" not in overrides and any(re.search(NEEDS_NAME, key) for key in stored):
         raise ValueError(
-            "the keys of this timm model do not tell its epsilon, activation and rotary positions\n"
-            '  put its config.json next to the file, at least {"architecture": "NAME"}'
+            "the keys of this timm model do not determine its epsilon, activation and rotary positions\n"
+            '  put its config.json next to the file; it must contain at least {"architecture": "NAME"}'
         )
 
     # First the fields fixed by timm, then the arguments, which override them as in timm.
@@ -188,7 +190,7 @@ def load(
     for pattern, ours, value in FIXED:
         if re.match(pattern, architecture):
             known[ours] = value
-    for ours, theirs in TOLD:
+    for ours, theirs in ARGUMENTS:
         if theirs in arguments:
             known[ours] = arguments[theirs]
     if "pool_include_prefix" in arguments:
@@ -198,7 +200,7 @@ def load(
     pooling_name = arguments.get("global_pool") or described.get("global_pool")
     if pooling_name:
         if pooling_name not in POOLS:
-            raise ValueError(f"this timm model pools by {pooling_name}, which is not supported")
+            raise ValueError(f"this timm model uses {pooling_name} pooling, which is not supported")
         known["pool"] = POOLS[pooling_name]
     elif "fc_norm.weight" in stored:
         known["pool"] = "gap"
@@ -246,7 +248,7 @@ def stem_of(stored: dict[str, Tensor]) -> tuple[int, ...]:
 
 
 def eva_fields(arguments: ForeignConfig) -> ConfigFields:
-    """Return the fields that arguments of Eva determine; ValueError for rotary positions that are not in ROPES."""
+    """Return the fields determined by Eva's arguments; ValueError for rotary positions missing from ROPES."""
     known: ConfigFields = {}
     if "attn_pool_num_heads" in arguments:
         known["map_heads"] = arguments["attn_pool_num_heads"]
@@ -288,7 +290,7 @@ def class_names(described: ForeignConfig) -> list[str]:
 
 
 def form_of(stored: Mapping[str, Tensor], described: ForeignConfig) -> ForeignConfig:
-    """Return what an import records so that `save` writes the same architecture again; empty if it has no name."""
+    """Return the architecture and arguments with which `save` writes the same model again; empty if it has no name."""
     if not described.get("architecture"):
         return {}
     return {
@@ -308,8 +310,8 @@ def save(
 ) -> tuple[dict[str, Tensor], str]:
     """Return tensors and config.json for timm; a fixed sincos table becomes a learned one with equal values.
 
-    `form`, of `form_of`, is the architecture in which the weights were imported. It is written again, unless a stage
-    has changed what it fixes; other models are written as an architecture that computes the same.
+    `form`, from `form_of`, is the architecture from which the weights were imported. The same architecture is written
+    unless a stage has changed fields that it fixes; all other models are written as an equivalent architecture.
     """
     if form and isinstance(config, ViTConfig) and config.family == "vit":
         as_imported = save_as(form, state, config, class_names, preprocessing)
@@ -324,8 +326,7 @@ def save(
             reasons.append(f"hybrid with the stem {config.stem} and {config.stem_epsilons} epsilons")
         if config.representation:
             reasons.append("representation layer")
-        if config.positions_at != "stem" or config.positions not in ("none", "learned", "learned2d", "sincos2d"):
-            reasons.append(f"{config.positions} positions at {config.positions_at}")
+        reasons += unlearnable_positions(config)
         if config.pre_norm and config.patch_bias:
             reasons.append("bias of the patch embedding before a norm")
     if reasons:
@@ -380,14 +381,14 @@ def save(
 
 
 def pack_frequencies(stored: dict[str, Tensor], config: ViTConfig) -> None:
-    """Replace the learned frequencies of all layers by timm's single tensor (2, layers, H, d/2)."""
+    """Replace the learned frequencies of all layers with timm's single tensor (2, layers, H, d/2)."""
     frequencies = [stored.pop(f"rope.freqs.{layer}") for layer in range(config.depth) if config.rope == "mixed"]
     if frequencies:
         stored["rope.freqs"] = torch.stack(frequencies, dim=1)
 
 
 def add_names(described: ForeignConfig, class_names: Sequence[str], classes: int) -> None:
-    """Add class names at the top level, as timm's own `save_for_hf` does; for all classes or for none."""
+    """Add the class names at the top level, as timm's own `save_for_hf` does, if every class has one."""
     if classes and len(class_names) >= classes:
         described["label_names"] = list(class_names[:classes])
 
@@ -399,9 +400,9 @@ def save_as(
     class_names: Sequence[str],
     preprocessing: Preprocessing,
 ) -> tuple[dict[str, Tensor], str] | None:
-    """Return tensors and config.json of the architecture in which weights were imported.
+    """Return the tensors and config.json for the architecture from which the weights were imported.
 
-    None if this architecture does not compute the model any more.
+    Returns None if this architecture no longer computes the model.
     """
     described: ForeignConfig = {
         "architecture": form["architecture"],
@@ -412,7 +413,7 @@ def save_as(
         "pretrained_cfg": {"num_classes": config.classes, **preprocessing.for_timm()},
     }
     add_names(described, class_names, config.classes)
-    # A class token that is not pooled is our first register.
+    # An unpooled class token is our first register.
     tensors = dict(state)
     written = config
     if form["class_token"] and config.pool != "token":
@@ -515,7 +516,7 @@ def eva_arguments(config: ViTConfig) -> tuple[str, ConfigFields]:
 
 
 def layout_for(config: ViTConfig, architecture: str) -> Layout:
-    """Return the layout of timm's module of this architecture and config."""
+    """Return the layout of timm's module for this architecture and config."""
     names = []
     is_eva = not architecture.startswith(("vit_base_patch16_224", "vit_base_patch16_clip", "aimv2"))
     if is_eva and config.layer_scale is not None:

@@ -31,8 +31,8 @@ NOTICE_S = 30.0
 
 # Published: NVIDIA's CLIP g/14 in NeMo trains at 559 images/s on 8 A100s and 935 on 8 H100s, which is 39 and 21 % of
 # their peaks (docs.nvidia.com/nemo-framework, CLIP, performance).
-LEAST_SHARE = 0.20
-MOST_SHARE = 0.40
+MIN_SHARE = 0.20
+MAX_SHARE = 0.40
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def estimated_rates(flops_of_an_image: float, gpu: Gpu, world: int) -> tuple[flo
     `flops_of_an_image` includes the forward and the backward pass.
     """
     of_all = gpu.peak * world / flops_of_an_image
-    return LEAST_SHARE * of_all, MOST_SHARE * of_all
+    return MIN_SHARE * of_all, MAX_SHARE * of_all
 
 
 def seconds_with_failures(
@@ -135,7 +135,7 @@ def seconds_with_failures(
 
 
 def best_save_seconds(trial: Trial, mtbf_s: float) -> float:
-    """Return the optimal seconds of work between two saves: Young's √(2 · stall per save · mtbf).
+    """Return the optimal time between two saves, in seconds of work: Young's √(2 · stall per save · mtbf).
 
     A save starts only after the previous one is complete, so the interval is at least `save_s`.
     """

@@ -28,7 +28,7 @@ GIB = 2**30
 LAST_STAGE = 3  # highest ZeRO stage
 AHEAD = 2  # micro-batches that a decoding process prefetches (data.loader.TrainLoader)
 LABELS = 8  # bytes per label, an int64
-MOST_BYTES_OF_RGB = 3  # bytes per pixel
+MAX_BYTES_OF_RGB = 3  # bytes per pixel
 
 WORDS = {
     Kind.STATES: "weights and optimizer",
@@ -62,9 +62,9 @@ def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: boo
     arithmetic = batch_arithmetic(cfg, world)
     step = step_to_trace(cfg, model, world, arithmetic.accumulation, recomputed, is_gpu=is_gpu)
     trace = trace_of(step)
-    moment = trace.fullest(cfg.micro_batch)
+    moment = trace.peak(cfg.micro_batch)
     rows, columns = model.image_size
-    images = cfg.micro_batch * MOST_BYTES_OF_RGB * rows * columns
+    images = cfg.micro_batch * MAX_BYTES_OF_RGB * rows * columns
     labels = cfg.micro_batch * LABELS * cfg.data.max_labels
     places = max(1, cfg.data.processes * AHEAD)
     if cfg.data.processes and not is_gpu:

@@ -35,13 +35,13 @@ ROOT = Path(__file__).parents[3]
 SOURCES = ("models", "pipeline")  # folders with the code that determines the allocations of a step
 LIBRARIES = ("torch", "deepspeed")
 TRACER = "pipeline.extras.plan.tracer"
-MOST_MICRO_BATCHES = 2  # traced per step: a third one accumulates into the same gradients as the second
+MAX_MICRO_BATCHES = 2  # traced per step: a third one accumulates into the same gradients as the second
 # For these fields, only zero or nonzero affects memory: the runs of a sweep over their values share a trace.
 SWITCHES = ("label_smoothing", "mixup", "polyak")
 SWITCHES_OF_MODEL = ("dropout", "drop_path")
 FIRST_VALUES = ("head_bias", "position_std")  # model fields that only affect the initial values of weights
 ON = 0.5  # replaces every nonzero value of a switch
-MOST_KEPT = 1000  # cached traces of about 1 kB each; any change of the sources invalidates the older ones
+MAX_KEPT = 1000  # cached traces of about 1 kB each; any change of the sources invalidates the older ones
 LONGEST_REASON = 300  # characters quoted from the output of a failed tracer
 
 
@@ -56,7 +56,7 @@ class Kind(enum.IntEnum):
 
 
 class TraceFailed(PatchlineError):
-    """Raised if a step cannot be traced, so that its memory need is unknown."""
+    """A step cannot be traced, so its memory need is unknown."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class MemoryTrace:
     moments: tuple[Moment, ...]
     activations: tuple[Moment, ...]
 
-    def fullest(self, micro_batch: int) -> Moment:
+    def peak(self, micro_batch: int) -> Moment:
         """Return the moment of peak memory, over all kinds together, for a micro-batch size."""
         return max(self.moments, key=lambda moment: sum(moment.parts(micro_batch)))
 
-    def most_activations(self, micro_batch: int) -> int:
+    def peak_activations(self, micro_batch: int) -> int:
         """Return the peak activation memory in bytes for a micro-batch size."""
         return max(moment.parts(micro_batch)[Kind.ACTIVATIONS] for moment in self.activations)
 
@@ -111,12 +111,12 @@ def step_to_trace(
             "steps with compile: true cannot be traced, because compiled kernels save different activations; set "
             "compile=false to see the memory need of the step without compilation"
         )
-    micro_batches = min(accumulation, MOST_MICRO_BATCHES)
+    micro_batches = min(accumulation, MAX_MICRO_BATCHES)
     if cfg.exact_parts:
         # The gradient sums of all parts of a worker exist at the same time. Within a part, a third micro-batch needs no
         # additional memory.
         parts_here = cfg.exact_parts // world
-        micro_batches = parts_here * min(accumulation // parts_here, MOST_MICRO_BATCHES)
+        micro_batches = parts_here * min(accumulation // parts_here, MAX_MICRO_BATCHES)
     file = ""
     if cfg.deepspeed is not None:
         file = hashlib.sha256(Path(cfg.deepspeed).read_bytes()).hexdigest()
@@ -172,7 +172,7 @@ def trace_of(step: StepToTrace) -> MemoryTrace:
         try:
             write_entry(path_of(step), answer.encode())
             by_use = sorted(traces_folder().glob("*.trace"), key=lambda path: path.stat().st_mtime, reverse=True)
-            for path in by_use[MOST_KEPT:]:
+            for path in by_use[MAX_KEPT:]:
                 path.unlink(missing_ok=True)
         except (OSError, StorageError) as error:
             message = "%s: cannot cache memory traces, so each plan has to trace its steps again: %s"

@@ -70,7 +70,7 @@ Event = tuple[str, Kind, int]  # (phase, purpose of the memory, change in bytes)
 
 @dataclass(frozen=True)
 class TracedGroup:
-    """The fields of Group that an objective needs."""
+    """Stand-in for Group, with only the fields that an objective needs."""
 
     device: torch.device
     world: int = 1
@@ -78,14 +78,14 @@ class TracedGroup:
 
 @dataclass(frozen=True)
 class TracedData:
-    """The only field of StageData that an objective needs."""
+    """Stand-in for StageData, with the only field that an objective needs."""
 
     phases: Sequence[Phase]  # a single phase with full images
 
 
 @dataclass(frozen=True)
 class TracedWorker:
-    """The fields of Worker that an objective needs."""
+    """Stand-in for Worker, with only the fields that an objective needs."""
 
     cfg: TrainConfig
     group: TracedGroup
@@ -96,7 +96,7 @@ class TracedWorker:
 
 def main() -> None:
     """Read the description of a step from stdin, and write its memory peaks to stdout as one line of JSON."""
-    # DeepSpeed and torch print to stdout: redirect it to stderr, and write the answer to a copy of the original stdout.
+    # DeepSpeed and torch print to stdout: redirect it to stderr, and write the result to a copy of the original stdout.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     print(json.dumps(trace(**json.load(sys.stdin))), file=answer, flush=True)
@@ -143,7 +143,7 @@ def trace(
             take_step(worker, accumulation, images, live.enter)
             gc.enable()
             steps.append(live.events)
-    return fullest_moments(before, *steps)
+    return peak_moments(before, *steps)
 
 
 @contextmanager
@@ -199,7 +199,7 @@ def take_step(worker: TracedWorker, accumulation: int, images: int, enter: Calla
         worker.engine.end_micro_batch(cfg.optim.lr, numbers)
 
 
-def fullest_moments(before: list[Event], small: list[Event], large: list[Event]) -> dict[str, Any]:
+def peak_moments(before: list[Event], small: list[Event], large: list[Event]) -> dict[str, Any]:
     """Return the moments of peak memory for all micro-batch sizes, in total and for activations only.
 
     `small` and `large` are the events of a step with SMALL and LARGE images, and `before` the events before it.

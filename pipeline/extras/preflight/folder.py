@@ -1,6 +1,6 @@
 """Check whether the driver and a worker's node share a folder, and whether the folder's file system supports a run.
 
-The driver writes `driver.json` and replies to the nodes' requests (`answering`):
+The driver writes `driver.json` and replies to the nodes' requests (`acting_as_driver`):
 
     request-h3-0.json  a token from node h3
     answer-h3-0.json   the same token, and the time on the driver's clock
@@ -120,7 +120,7 @@ def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderRepor
 
 
 @contextmanager
-def answering(folder: Path) -> Iterator[None]:
+def acting_as_driver(folder: Path) -> Iterator[None]:
     """Act as the driver during a `with` block: write the driver's file to the folder, and reply to requests."""
     write_atomically(folder / DRIVER_FILE, json.dumps({"token": secrets.token_hex(16)}))
     has_ended = threading.Event()
@@ -146,7 +146,7 @@ def answering(folder: Path) -> Iterator[None]:
 
 
 def request_time(folder: Path, request: str) -> tuple[float, float] | None:
-    """Return the skew of this node's clock against the driver's, and the uncertainty, in s; None without a reply."""
+    """Return the skew of this node's clock against the driver's, and its uncertainty, in seconds; None if no reply."""
     token = secrets.token_hex(16)
     name = request.replace(REQUEST, ANSWER)
     # Take the time before the write: the driver may answer while this node is still in fsync.

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MOST_FOR_ALL_PAIRS = 8  # workers; with more, only some pairs are measured
+MAX_FOR_ALL_PAIRS = 8  # workers; with more, only some pairs are measured
 FIRST_BYTES = 2**20  # size of the first large all-reduce
 LONG_ENOUGH_S = 0.1  # duration of an all-reduce that is sufficient to measure the rate
 LATENCY_ROUNDS = 20
 SLOW_ROUND_S = 0.05  # an all-reduce of one number that takes longer is repeated fewer times
 MESSAGE_S = 0.02  # target duration of a message between two workers, at the rate of the all-reduce
-LEAST_MESSAGE = 2**16  # size of the smallest message in bytes
+MIN_MESSAGE = 2**16  # size of the smallest message in bytes
 LARGEST_MESSAGE = 2**26
 
 
@@ -77,7 +77,7 @@ def measure(device: torch.device, nodes: Sequence[str], largest_bytes: int) -> N
 
     # 3. Messages between pairs. All workers have the same times, so all choose the same message size.
     message_bytes = int(size / seconds * MESSAGE_S)
-    message_bytes = min(max(message_bytes, LEAST_MESSAGE), LARGEST_MESSAGE)
+    message_bytes = min(max(message_bytes, MIN_MESSAGE), LARGEST_MESSAGE)
     large = torch.zeros(message_bytes // 4, device=device)
     pairs = pairs_to_measure(nodes)
     times_here: list[PairTime] = []  # for the pairs in which this worker has the lower rank
@@ -127,7 +127,7 @@ def slowest_seconds(communicate: Callable[[Tensor], object], numbers: Tensor) ->
 def pairs_to_measure(nodes: Sequence[str]) -> list[tuple[int, int]]:
     """Return the pairs of ranks to measure, lower rank first; `nodes` lists the node of each rank."""
     world = len(nodes)
-    if world <= MOST_FOR_ALL_PAIRS:
+    if world <= MAX_FOR_ALL_PAIRS:
         return list(combinations(range(world), 2))
     # Neighbours in the ring, and the first workers of nodes at distances of 1, 2, 4, … nodes.
     both_ways = set()

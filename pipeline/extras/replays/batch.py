@@ -46,7 +46,7 @@ class Rebuilt(NamedTuple):
 
 
 class RecordedStep(NamedTuple):
-    """Record of a step in metrics.jsonl, from the last attempt that ran the step and whose result training used."""
+    """A step's record in metrics.jsonl, from the last attempt that ran the step and whose result was kept."""
 
     attempt: int
     world: int
@@ -100,7 +100,7 @@ class TrainedStage:
 
     @cached_property
     def commits(self) -> Mapping[int, Path]:
-        """Return {step: checkpoint} in ascending order; if a step has several checkpoints, the newest."""
+        """Return {step: checkpoint} in ascending order, with the newest checkpoint of each step."""
         commits = {}
         for checkpoint in reversed(committed(self.folder / "checkpoints")):
             commits[step_of(checkpoint)] = checkpoint
@@ -217,7 +217,7 @@ class TrainedStage:
 def rebuild(
     cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: int, step: int, most: int | None = None
 ) -> Rebuilt:
-    """Rebuild a step's batch (steps count from 0) with one loader for all slots of all workers, or the first `most`."""
+    """Rebuild the batch of a step, counted from 0, with one loader for all workers' slots, or for the first `most`."""
     samples = min(cfg.batch_size, most or cfg.batch_size)
     # A single micro-batch can replace those of all workers, because augmentation is seeded per sample.
     loader = training_loader(

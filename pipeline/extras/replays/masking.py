@@ -19,7 +19,7 @@ Range = Sequence[int]  # first step in which it applies, shard, first sample, la
 
 
 class Mask:
-    """A set of sample ranges, each of which is masked from a given step on; an empty mask is falsy."""
+    """A set of sample ranges, each masked from a given step on; an empty mask is falsy."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self.ranges: list[tuple[int, ...]] = []
@@ -29,7 +29,7 @@ class Mask:
         return bool(self.ranges)
 
     def add(self, ranges: Iterable[Range]) -> None:
-        """Add ranges, ignoring ranges that are already present."""
+        """Add ranges, ignoring those already present."""
         self.ranges = sorted({*self.ranges, *map(tuple, ranges)})
         self.in_force = -1  # number of ranges in the table that `of` builds; −1: no table yet
 
@@ -55,7 +55,7 @@ def place_of(shard: np.ndarray, sample: np.ndarray) -> np.ndarray:
 
 
 def ranges_of(shard: np.ndarray, sample: np.ndarray) -> list[list[int]]:
-    """Convert samples to ranges that are masked from step 0 on, merging adjacent samples."""
+    """Convert samples to ranges masked from step 0 on, merging adjacent samples."""
     places = np.unique(place_of(shard, sample))
     is_first = np.ones(len(places), bool)
     is_first[1:] = np.diff(places) != 1

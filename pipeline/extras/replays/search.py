@@ -34,7 +34,7 @@ from pipeline.start import read_task, set_up
 from pipeline.train import take_step
 from pipeline.worker import handle_sigterm
 
-LEAST_SPIKE = 2.0  # a metric below this multiple of the usual value is not a spike
+MIN_SPIKE = 2.0  # a metric below this multiple of the usual value is not a spike
 
 
 def search(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,11 +128,11 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_spike(value: float, usual: float) -> bool:
     """Return whether a step's metric is so far above its usual value that samples can be the cause."""
-    return value > LEAST_SPIKE * usual
+    return value > MIN_SPIKE * usual
 
 
 def limit_of(value: float, usual: float) -> float:
-    """Return the limit of a step's metric without its culprits; `value` is the metric with all samples."""
+    """Return the limit for a step's metric once all culprits are masked; `value` is the metric with all samples."""
     return math.sqrt(usual * value) if math.isfinite(value) else SPIKE * usual
 
 

@@ -31,7 +31,7 @@ from pipeline.values import counted
 if TYPE_CHECKING:
     from pipeline.worker import Job, Progress, Setup
 
-MOST_NAMED = 4  # samples named in the log line about a mask
+MAX_NAMED = 4  # samples named in the log line about a mask
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class HealthConfig:
 
 @dataclass(frozen=True)
 class SpikeConfig(TrainConfig):
-    """Adds the section `health` to a trained stage."""
+    """Adds the config section `health` to trained stages."""
 
     health: HealthConfig = field(default_factory=HealthConfig)  # reaction to spikes of the gradient norm
 
@@ -116,7 +116,7 @@ class SpikeSearch(Masking):
         return f"; {values['search']}"
 
     def request(self, step: int, usual: float | None) -> str:
-        """Request a search for the cause of a step's spike; return a phrase for the log that describes the result."""
+        """Request a search for the cause of a step's spike; return a phrase for the log on whether it will run."""
         request = self.stage / SEARCHES / f"step-{step:010d}.requested"
         if usual is None:
             return "no search, because the usual norm is not known yet"
@@ -144,4 +144,4 @@ def culprit_samples(directory: Path) -> list[dict[str, Any]]:
 
 def names_of(samples: Sequence[Mapping[str, Any]]) -> str:
     """Return the shards and keys of the first few culprits, for a log line."""
-    return ", ".join(f"{sample['shard']} {sample['key']}" for sample in samples[:MOST_NAMED])
+    return ", ".join(f"{sample['shard']} {sample['key']}" for sample in samples[:MAX_NAMED])

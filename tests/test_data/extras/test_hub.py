@@ -4,6 +4,8 @@ The Hub is emulated on loopback (tests/support/hub.py); huggingface_hub and our 
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -82,6 +84,12 @@ def test_readers_keep_the_commit_of_the_first_index_after_the_branch_has_moved(s
     assert build_index(f"{SET}@{FIRST}/train", output=tmp_path / "old", name="train").digest == local.digest
 
 
+def test_index_of_local_tars_that_runs_read_from_the_hub_names_its_commit(server, local, tmp_path) -> None:
+    index = build_index(local.directory, output=tmp_path, name="train", at=f"{SET}/train")
+    assert index.directory == f"{SET}@{FIRST}/train"
+    assert server.bytes == 0
+
+
 def test_requests_wait_as_long_as_the_hub_asks_and_do_not_count_as_attempts(server, tmp_path) -> None:
     index = build_index(f"{SET}/train/*.tar", output=tmp_path / "index", name="train")
     server.requests.clear()
@@ -110,6 +118,7 @@ def test_token_is_sent_to_the_hub_but_not_to_its_storage_and_is_in_no_file(
 ) -> None:
     server.is_gated = server.is_private = True
     server.throttled = 0.2
+    server.retry_after = "0"
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert main(["index", f"{SET}/train/*.tar", "--output", str(tmp_path / "index")]) == 0
     assert server.tokens == {f"Bearer {TOKEN}"}
@@ -157,3 +166,24 @@ def test_missing_sets_revisions_and_files_are_data_errors(source, message, serve
 def test_urls_of_other_things_are_refused(url, server, tmp_path) -> None:
     with pytest.raises(Refused, match=r"expected hf://datasets/OWNER/NAME/train/\*.tar"):
         build_index([url], output=tmp_path, name="train")
+
+
+def test_endpoint_without_tls_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://localhost:1/hub")
+    with pytest.raises(DataError, match=r"HF_ENDPOINT is http://localhost:1/hub, expected https://"):
+        build_index(f"{SET}/train", output=tmp_path, name="train")
+
+
+def test_missing_package_is_named_at_once(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(DataError, match=r"hf:// needs a client: pip install huggingface_hub"):
+        build_index(f"{SET}/train", output=tmp_path, name="train")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_48_readers_of_a_throttling_hub_need_no_restart_and_no_more_bytes() -> None:
+    """`make soak` runs the same for an hour."""
+    command = [sys.executable, "-m", "tests.support.hub_soak", "--minutes", "2"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -2,7 +2,7 @@
 
 import pytest
 
-from data.index.names import MOST_SHOWN, preview
+from data.index.names import MAX_SHOWN, preview
 
 pytestmark = pytest.mark.quick
 
@@ -11,7 +11,5 @@ pytestmark = pytest.mark.quick
 def test_long_names_are_cut_and_many_are_counted(length: int) -> None:
     shown = f"'{'x' * min(length, 80)}'"
     assert preview(["x" * length]) == shown
-    assert preview(["x" * length] * MOST_SHOWN) == ", ".join([shown] * MOST_SHOWN)
-    assert (
-        preview(["x" * length] * (MOST_SHOWN + 1)) == f"{', '.join([shown] * MOST_SHOWN)}, … ({MOST_SHOWN + 1} in all)"
-    )
+    assert preview(["x" * length] * MAX_SHOWN) == ", ".join([shown] * MAX_SHOWN)
+    assert preview(["x" * length] * (MAX_SHOWN + 1)) == f"{', '.join([shown] * MAX_SHOWN)}, … ({MAX_SHOWN + 1} in all)"

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.decoder import send_sign_of_life
+from data.decoder import send_heartbeat
 from data.errors import DataError, StorageError
 from data.extras.doctor.doctor import check
 from data.loader import TrainLoader
@@ -28,6 +28,7 @@ from data.remote import cache as cache_module
 from data.remote import urls
 from data.remote.cache import Cache, Prefetcher
 from data.remote.config import CacheConfig
+from data.remote.listing import size_of
 from data.shards.indexing import build_index
 from data.shards.reader import ShardReader
 from jobs.__main__ import main
@@ -389,7 +390,7 @@ def test_a_loader_that_does_not_listen_holds_no_download_up(tmp_path, monkeypatc
     fake_storage(monkeypatch, content)
     unread, there = Pipe()
     cache = Cache(CacheConfig(str(tmp_path)))
-    cache.progress = lambda: send_sign_of_life(there)
+    cache.progress = lambda: send_heartbeat(there)
     fetching = threading.Thread(target=cache.path, args=("s3://b/x.tar", shard_of(content)), daemon=True)
     fetching.start()
     fetching.join(60)
@@ -578,7 +579,7 @@ def test_https_is_read_and_indexed_and_a_redirect_to_a_private_address_is_refuse
     assert (index.digest, index.directory) == (local.digest, url)
     with pytest.raises(DataError, match=r"/mute.tar: the server does not report the file size; copy"):
         build_index([f"{url}/mute.tar"], output=tmp_path / "none", name="train")
-    assert urls.size_of(f"{url}/whole.tar", 5.0) == 1_000_000
+    assert size_of(f"{url}/whole.tar", 5.0) == 1_000_000
     with pytest.raises(DataError, match=r"/whole.tar: the server ignores byte ranges; copy"):
         urls.read_range(f"{url}/whole.tar", 10, 20, 5.0)
     with pytest.raises(DataError, match=r"127.0.0.1 is not public"):

@@ -53,12 +53,12 @@ def test_requests_to_a_store_are_retried_after_doubling_pauses(attempts, failure
 
     with caplog.at_level(logging.WARNING):
         if failures < attempts:
-            assert Retry(attempts, 0.5).patiently("s3://set", ask) == "answer"
+            assert Retry(attempts, 0.5).with_retries("s3://set", ask) == "answer"
         else:
             with pytest.raises(
                 StorageError, match=f"^s3://set: no response after {attempts} attempts, last error TimeoutError; run"
             ):
-                Retry(attempts, 0.5).patiently("s3://set", ask)
+                Retry(attempts, 0.5).with_retries("s3://set", ask)
     assert clock.pauses == pauses
     assert clock.seconds == asked[-1]
     waits = [later - earlier for earlier, later in pairwise(asked)]
@@ -79,11 +79,11 @@ def test_pauses_that_a_store_asks_for_are_kept_and_are_not_attempts(monkeypatch,
 
     retry = Retry(1, 0.5, waiting=lambda: waited.append(clock.seconds))
     with caplog.at_level(logging.WARNING):
-        assert retry.patiently("hf://set", ask) == "answer"
+        assert retry.with_retries("hf://set", ask) == "answer"
     # The draws are the longest possible here: a quarter of the pause.
     assert [later - earlier for earlier, later in pairwise(asked)] == pytest.approx([50.0] * 3)
     assert max(later - earlier for earlier, later in pairwise(waited)) < 0.11
-    assert caplog.messages == ["hf://set: the store limits the rate of requests; waiting 40 s, as it asks"]
+    assert caplog.messages == ["hf://set: the store limits the rate of requests; waiting 40 s, as it requests"]
 
 
 def test_store_that_only_asks_for_pauses_ends_the_request(monkeypatch) -> None:
@@ -93,7 +93,7 @@ def test_store_that_only_asks_for_pauses_ends_the_request(monkeypatch) -> None:
         raise Throttled(600.0)
 
     with pytest.raises(StorageError, match=r"^hf://set: the store limits the rate .* 600 s after pauses of 3600 s"):
-        Retry(1, 0.5).patiently("hf://set", ask)
+        Retry(1, 0.5).with_retries("hf://set", ask)
     assert 3600 <= clock.seconds - 500 <= 3600 * 1.25 + 1
 
 
@@ -121,7 +121,7 @@ def test_stop_is_noticed_within_a_tenth_of_a_second(monkeypatch) -> None:
         raise ConnectionError("gone")
 
     with pytest.raises(StorageError, match=r"^s3://set: stopped before the response arrived$"):
-        Retry(8, 20.0, lambda: clock.seconds >= 507.25).patiently("s3://set", ask)
+        Retry(8, 20.0, lambda: clock.seconds >= 507.25).with_retries("s3://set", ask)
     assert 507.25 <= clock.seconds < 507.36
 
 
@@ -133,5 +133,5 @@ def test_files_missing_from_a_new_attempt_are_requested_once(error, monkeypatch)
         raise error
 
     with pytest.raises(type(error)):
-        Retry(8, 0.5).patiently("s3://set", ask)
+        Retry(8, 0.5).with_retries("s3://set", ask)
     assert clock.pauses == []

@@ -259,7 +259,7 @@ def test_packing_in_parallel_gives_the_same_bytes(tmp_path):
 def test_a_finished_set_takes_no_other_samples(tmp_path, given, options):
     finished = pack(samples(12), tmp_path, shard_samples=5)
     before = contents(tmp_path)
-    with pytest.raises(DataError, match=r"(?s)finished set.*[0-9a-f]{64}.*use another folder or --name"):
+    with pytest.raises(DataError, match=r"(?s)finished data set.*[0-9a-f]{64}.*use another folder or --name"):
         pack(given(), tmp_path, **{"shard_samples": 5, **options})
     assert contents(tmp_path) == before
     # The same samples make the same set, and nothing is written.
@@ -277,7 +277,7 @@ def test_a_folder_of_the_same_names_and_older_files_is_another_source(tmp_path):
             path.write_bytes(picture(50 * number + int(name)))
             os.utime(path, (1e9, 1e9))
     pack(class_folders(tmp_path / "a"), tmp_path / "set", shard_samples=1)
-    with pytest.raises(DataError, match=r"(?s)train-000000\.tar is a shard of a finished set.*would change it"):
+    with pytest.raises(DataError, match=r"(?s)train-000000\.tar is a shard of a finished data set.*would change it"):
         pack(class_folders(tmp_path / "b"), tmp_path / "set", shard_samples=1)
 
     def stopped():

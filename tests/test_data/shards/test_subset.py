@@ -19,7 +19,6 @@ from data.draws import stratified
 from data.errors import ConfigError, DataError
 from data.evaluation import EvaluationSet
 from data.extras.doctor.doctor import check, repair
-from data.extras.leaks.document import SCHEMA
 from data.index.document import load_index
 from data.index.index import Index, exclude, join
 from data.remote.config import CacheConfig
@@ -522,7 +521,7 @@ def test_a_list_of_what_is_not_there_is_refused(tmp_path, parent, lines, reason)
 def test_leaks_document_names_only_the_samples_of_this_set(tmp_path, parent):
     other = pack([Sample("s04", picture(40, 16), (0,))], tmp_path / "other", classes=5)
     document = {
-        "schema": SCHEMA,
+        "schema": 2,
         "train": [{"path": "a", "digest": other.digest}, {"path": "b", "digest": parent.digest}],
         "test": [{"path": "c", "digest": "0" * 64}],
         "pairs": [

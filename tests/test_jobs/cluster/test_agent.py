@@ -186,7 +186,8 @@ def test_another_process_with_the_pid_of_an_ended_worker_survives(served, tmp_pa
     """The kernel reuses pids: after a worker has ended, its pid can belong to a process of somebody else."""
     under_test, server = served
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as other:
-        assert other.stdin is not None and other.stdout is not None
+        assert other.stdin is not None
+        assert other.stdout is not None
         for way in (b"end of an attempt\n", b"death of the fork server\n"):
             under_test.start(order_of(tmp_path, 0))
             hear(under_test, server, Forked(0, other.pid))

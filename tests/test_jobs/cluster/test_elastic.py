@@ -121,7 +121,7 @@ def test_run_grows_at_the_first_commit_after_nodes_have_stayed_for_patience_s() 
 
     def is_due(now: float, room: int, step: int) -> bool:
         cluster.now, cluster.room, cluster.step = now, room, step
-        growth.look()
+        growth.check_room()
         return growth.is_due()
 
     assert not is_due(0, room=2, step=100)
@@ -138,7 +138,7 @@ def test_run_grows_at_the_first_commit_after_nodes_have_stayed_for_patience_s() 
 
 def is_due(growth: Growth) -> bool:
     """Check the room once, and return whether growing is due."""
-    growth.look()
+    growth.check_room()
     return growth.is_due()
 
 
@@ -146,7 +146,7 @@ def test_largest_world_with_stable_room_is_chosen() -> None:
     cluster = Cluster()
     growth = cluster.growth()
     cluster.room = 9
-    growth.look()
+    growth.check_room()
     cluster.now = 60
     assert not is_due(growth)
     cluster.step += 1
@@ -158,7 +158,7 @@ def test_growth_is_postponed_after_a_failed_growth() -> None:
     cluster = Cluster()
     growth = cluster.growth(not_before=600.0)
     cluster.room = 8
-    growth.look()
+    growth.check_room()
     cluster.now = 599
     assert not is_due(growth)
     cluster.step += 1
@@ -170,7 +170,7 @@ def test_growth_is_postponed_after_a_failed_growth() -> None:
 
 
 def test_unanswered_check_is_repeated_later(monkeypatch) -> None:
-    monkeypatch.setattr("jobs.cluster.elastic.LOOK_S", 0.01)
+    monkeypatch.setattr("jobs.cluster.elastic.CHECK_EVERY_S", 0.01)
 
     def no_answer() -> int:
         asked.append(growth.has_ended.set())
@@ -186,23 +186,23 @@ def test_unanswered_check_is_repeated_later(monkeypatch) -> None:
 def test_larger_attempt_without_a_commit_falls_back_and_postpones_growth_longer_each_time() -> None:
     now = [0.0]
     sizes = Sizes((8, 4, 2), clock=lambda: now[0])
-    sizes.begins(8)
+    sizes.record_start(8)
     assert sizes.fall_back(8) is None, "no smaller attempt has committed: an ordinary failure"
-    sizes.has_committed(4, {"a", "b"})
+    sizes.record_commit(4, {"a", "b"})
     assert sizes.fall_back(4) is None
-    sizes.grows(8)
-    sizes.begins(8)
+    sizes.record_scale_up(8)
+    sizes.record_start(8)
     assert sizes.fall_back(8) == Proven(4, {"a", "b"})
     assert sizes.open_worlds() == [4, 2]
     assert sizes.not_before == 600
     now[0] = 1000.0
-    sizes.grows(8)
+    sizes.record_scale_up(8)
     assert sizes.open_worlds() == [8, 4, 2]
-    sizes.begins(4)
+    sizes.record_start(4)
     assert sizes.not_before == 1000 + 1200, "the attempt did not get its places"
-    sizes.begins(2)
+    sizes.record_start(2)
     assert sizes.not_before == 1000 + 1200, "fewer workers than before is not a failed growth"
-    sizes.has_committed(8, {"a", "b", "c"})
-    sizes.has_committed(2, {"a"})
+    sizes.record_commit(8, {"a", "b", "c"})
+    sizes.record_commit(2, {"a"})
     assert sizes.fall_back(4) == Proven(2, {"a"}), "the last attempt that committed, on its nodes"
     assert sizes.not_before == 1000 + 600, "the run has grown since then"

@@ -133,9 +133,9 @@ class SilentNodes:
     def give_up(self, agent: NodeAgent) -> None:
         self.given_up.append(agent.name)
 
-    def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
+    def losses_of(self, calls: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
         self.times += 1
-        names = [agent.name for agent, _ in asked]
+        names = [agent.name for agent, _ in calls]
         self.asked.extend(names)
         return ["its node does not respond" if name in self.dead else "" for name in names]
 
@@ -168,7 +168,8 @@ def test_node_is_probed_after_missed_heartbeats_and_lost_if_it_does_not_answer(
             before = len(nodes.asked)
             group.poll(0.0)
             if len(nodes.asked) > before:
-                assert share == 1.0 and nodes.asked[before:] == ["n0", "n1"], "both together"
+                assert share == 1.0, "both together"
+                assert nodes.asked[before:] == ["n0", "n1"], "both together"
                 asked_after.append(beats)
         if group.evidence().losses:
             assert beats == lost_after
@@ -211,7 +212,7 @@ def test_silent_agent_of_a_living_node_is_named_and_given_up_unless_it_is_starti
     group, nodes, now = group_with_clock(tmp_path, 2)
     link = group.links[1]
     link.is_up = is_up
-    link.asked = now[0]
+    link.last_contact = now[0]
     lost = None
     for second in range(1, 90):
         now[0] += 1.0
@@ -230,7 +231,7 @@ def test_driver_that_was_itself_frozen_does_not_give_up_an_agent(tmp_path) -> No
     link = group.links[0]
     link.is_up = True
     for _ in range(2):  # the poll before the pause, and the next one, which takes a while
-        link.asked = now[0]
+        link.last_contact = now[0]
         now[0] += 3600.0
         group.check_nodes([link], 6)
     assert not link.loss
@@ -259,7 +260,8 @@ def test_number_of_requests_per_round_grows_only_with_the_nodes(workers, tmp_pat
     assert nodes.times == 1
     assert len(group.evidence().losses) == workers
     group.poll(0.0)
-    assert len(polls) == workers and nodes.times == 1, "a lost node gets no more requests"
+    assert len(polls) == workers, "a lost node gets no more requests"
+    assert nodes.times == 1, "a lost node gets no more requests"
 
 
 class Agents:
@@ -299,8 +301,8 @@ class Agents:
     def warm_up_spares(self, spare: Set[str]) -> None:
         pass
 
-    def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
-        return [""] * len(asked)
+    def losses_of(self, calls: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
+        return [""] * len(calls)
 
     def avoid(self, node_ids: Sequence[str]) -> None:
         self.replaced.extend(node_ids)

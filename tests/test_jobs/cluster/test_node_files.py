@@ -41,7 +41,7 @@ class Pair:
     def look(self) -> list[str]:
         """Exchange one report; return the names of the sent files."""
         self.files.acknowledge(self.acknowledged)
-        changes = self.files.look()
+        changes = self.files.changes()
         self.acknowledged = apply_changes(self.driver, changes)
         return [change.name for change in changes]
 
@@ -107,12 +107,12 @@ def test_log_contains_each_line_of_all_nodes_and_the_driver_once(pair, tmp_path)
                 pair.look()
             if rng.random() < 0.5:
                 other.acknowledge(acknowledged)
-                acknowledged = apply_changes(pair.driver, other.look())
+                acknowledged = apply_changes(pair.driver, other.changes())
             file.write(line.encode()[half:] + b"\n")
         written.append(line)
     pair.look()
     other.acknowledge(acknowledged)
-    apply_changes(pair.driver, other.look())
+    apply_changes(pair.driver, other.changes())
     assert sorted((pair.driver / "log.txt").read_text().splitlines()) == sorted(written)
 
 
@@ -120,7 +120,7 @@ def test_lost_answer_is_sent_again_and_a_restarted_driver_gets_the_rest(pair) ->
     pair.begin()
     metrics = pair.node / "metrics.jsonl"
     metrics.write_text('{"step": 1}\n')
-    pair.files.look()  # lost
+    pair.files.changes()  # lost
     assert pair.look() == ["metrics.jsonl"]
     pair.files.acknowledge(pair.acknowledged)
     with metrics.open("a") as file:
@@ -221,7 +221,7 @@ attempt.mkdir(parents=True)
 said = {}
 
 def look():
-    places = group.places()
+    places = group.phases()
     if act != "kill" and len(places) == 2 and min(place.step for place in places.values()) >= 3:
         group.request_stop()
         said.setdefault("stop", time.time())
@@ -264,7 +264,8 @@ def test_driver_and_workers_communicate_on_hosts_without_shared_storage(tmp_path
         def places_of(log: Path, process: subprocess.Popen[bytes]) -> dict[str, str]:
             deadline = time.monotonic() + 200
             while '"1"' not in log.read_text():
-                assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                assert process.poll() is None, log.read_text()
                 time.sleep(0.05)
             return json.loads(next(line for line in log.read_text().splitlines() if line.startswith('{"')))
 

@@ -188,14 +188,14 @@ def test_worker_is_not_split_between_nodes_and_an_autoscaler_sees_the_request(no
 
     host = os.uname().nodename
     missing = (
-        "room for 0 of 1 workers of 2 CPUs; the whole cluster has room for only 0; "
+        "room for 0 of 1 workers with 2 CPUs each; the whole cluster has room for only 0; "
         f"free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
     )
     said: list[str] = []
     with pytest.raises(ClusterError) as caught:
         reserve(ClusterConfig(cpus_per_worker=2, wait_s=2), "/runs/a", said.append, look)
     assert said == [f"waiting for the cluster: {missing}"]
-    assert str(caught.value).startswith(f"{missing}\n  the places did not become free within 2 s ")
+    assert str(caught.value).startswith(f"{missing}\n  the slots did not become free within 2 s ")
     seconds, request = seen[0]
     bundles = request.bundle_selectors[0].resource_requests
     assert seconds < 3
@@ -254,7 +254,7 @@ def test_second_campaign_waits_and_names_the_first(nodes, monkeypatch) -> None:
     try:
         assert rival.stdout is not None
         line = rival.stdout.readline()
-        assert line.startswith("waiting for the cluster: room for 1 of 2 workers of 1 CPUs; free: 1 CPUs on ")
+        assert line.startswith("waiting for the cluster: room for 1 of 2 workers with 1 CPUs each; free: 1 CPUs on ")
         assert line.endswith("; held: 2 CPUs by /runs/first\n")
         # The next attempt of the first campaign keeps its places and does not queue after the second one.
         assert reserve(two, "/runs/first") == held
@@ -288,8 +288,8 @@ def test_fewer_workers_are_used_after_patience_s_and_more_once_there_is_room(nod
     assert held(some) == 2, "three would fit, but do not divide the batch"
     host = os.uname().nodename
     assert said == [
-        "continuing with 2 of up to 4 workers: room for 3 of 4 workers of 1 CPUs; the whole cluster has room for only "
-        f"3; free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
+        "continuing with 2 of up to 4 workers: room for 3 of 4 workers with 1 CPUs each; "
+        f"the whole cluster has room for only 3; free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
     ]
     # Without more room, the next attempt gets the held places at once.
     patient = dataclasses.replace(some, patience_s=60)
@@ -315,7 +315,7 @@ def test_fewer_workers_are_used_after_patience_s_and_more_once_there_is_room(nod
 
 
 def test_workers_of_a_node_share_a_bundle_unless_only_smaller_ones_fit(nodes, monkeypatch) -> None:
-    monkeypatch.setattr(ray_places, "NEXT_CHOICE_S", 0.5)
+    monkeypatch.setattr(ray_places, "NEXT_REQUEST_S", 0.5)
     four = ClusterConfig(workers=4, wait_s=30)
     large = nodes.cluster.add_node(num_cpus=3, **nodes.options)
     other: PlacementGroup | None = None
@@ -324,9 +324,9 @@ def test_workers_of_a_node_share_a_bundle_unless_only_smaller_ones_fit(nodes, mo
         group = reserve(four, "/runs/a")
         assert [bundle["CPU"] for bundle in placement_group_table(group)["bundles"].values()] == [3.0, 1.0]
         ours = nodes_in(four)
-        first, second = ours.places(4)
-        assert (first, ours.places(4)) == (large.node_id, {first: {0: 3}, second: {1: 1}})
-        assert ours.places(2) == {first: {0: 2}}
+        first, second = ours.slots(4)
+        assert (first, ours.slots(4)) == (large.node_id, {first: {0: 3}, second: {1: 1}})
+        assert ours.slots(2) == {first: {0: 2}}
         assert ours.nodes_held(3) == {first}
         # Another program uses two of the three CPUs.
         ours.release()
@@ -335,8 +335,8 @@ def test_workers_of_a_node_share_a_bundle_unless_only_smaller_ones_fit(nodes, mo
         assert other.wait(30)
         group = reserve(four, "/runs/a")
         assert [bundle["CPU"] for bundle in placement_group_table(group)["bundles"].values()] == [1.0] * 4
-        assert sum(map(len, ours.places(4).values())) == 4
-        assert len(ours.places(4)) == 4
+        assert sum(map(len, ours.slots(4).values())) == 4
+        assert len(ours.slots(4)) == 4
     finally:
         nodes_in(four).release()
         if other is not None:
@@ -349,7 +349,8 @@ def test_excluded_node_is_never_used_and_exclusion_needs_enough_other_nodes(node
     group = reserve(two, "/runs/a")
     ours = nodes_in(two)
     odd = placement_group_table(group)["bundles_to_node_id"][0]
-    assert ours.exclude({odd}, 3) == 2 and not ours.excluded, "three workers need it"
+    assert ours.exclude({odd}, 3) == 2, "three workers need it"
+    assert not ours.excluded, "three workers need it"
     assert ours.exclude({odd}, 2) == 2
     assert odd not in placement_group_table(reserve(two, "/runs/a"))["bundles_to_node_id"].values()
     assert ours.room() == 2
@@ -372,7 +373,8 @@ def test_places_on_a_lost_node_are_replaced_by_fewer_places(nodes) -> None:
     assert 1 <= time.monotonic() - began < 8
     assert held(some) == 2
     assert said == [
-        "continuing with 2 of up to 3 workers: room for 2 of 3 workers of 1 CPUs; the whole cluster has room for only 2"
+        "continuing with 2 of up to 3 workers: room for 2 of 3 workers with 1 CPUs each; "
+        "the whole cluster has room for only 2"
     ]
 
 

@@ -101,7 +101,7 @@ class Stand:
         self.worlds.append(cluster.world)
         node = SimpleNamespace(node_id=f"id{cluster.world}")
         group = SimpleNamespace(drain_events={}, links=[SimpleNamespace(agent=node)], folder=folder, remarks=[])
-        group.places = lambda: {1: PhaseReport(7, "forward", 3, "")}
+        group.phases = lambda: {1: PhaseReport(7, "forward", 3, "")}
 
         def run(function: Any, task: Any, on_tick: Any) -> Any:
             on_tick.__self__.growth.target = ends.grows
@@ -296,7 +296,7 @@ def test_workers_are_asked_to_commit_before_a_move_growth_or_stop(
     group = SimpleNamespace(
         folder=tmp_path, drain_events={1: "event"} if drained else {}, have_all_ended=lambda: ended, is_frozen=None
     )
-    group.places = dict
+    group.phases = dict
     group.request_stop = lambda: stops_asked.append(True) or True
     growth = Growth((4,), 60.0, lambda: 4, lambda: 8)
     growth.is_due = lambda: grows and (setattr(growth, "target", 4) or True)  # type: ignore[method-assign]
@@ -305,13 +305,13 @@ def test_workers_are_asked_to_commit_before_a_move_growth_or_stop(
     )
     attempt = Attempt(stand.context(), 1, group, watch, growth, can_commit=True)  # type: ignore[arg-type]
     group.node_names = ["n0", "n1"]
-    attempt.look()
+    attempt.check()
     assert len(stops_asked) == asked
     assert len(looks) == (not ended)
     said_slow = "worker 1 on n1 is slow: late"
     assert stand.log == ([] if ended else [said_slow]) + said
     # The new number of workers is logged once, and the stop is requested repeatedly.
-    attempt.look()
+    attempt.check()
     assert len(stops_asked) == 2 * asked
     assert len([line for line in stand.log if "room" in line]) == len(said)
 
@@ -321,7 +321,7 @@ def test_stuck_worker_ends_the_attempt(tmp_path) -> None:
     now = [0.0]
     places = {0: PhaseReport(9, "reduce", 3, ""), 1: PhaseReport(7, "data", 3, "a.tar")}
     judged = SimpleNamespace(silent_failure=lambda rank, cause: WorkerGroupError(rank, f"n{rank}", cause))
-    group = SimpleNamespace(folder=tmp_path, drain_events={}, have_all_ended=lambda: False, places=lambda: places)
+    group = SimpleNamespace(folder=tmp_path, drain_events={}, have_all_ended=lambda: False, phases=lambda: places)
     group.is_frozen = lambda rank: False
     silent = [True]
     group.has_silent_agent = lambda: silent[0]
@@ -329,12 +329,12 @@ def test_stuck_worker_ends_the_attempt(tmp_path) -> None:
     watch = Watch(2, stall_s=60.0, clock=lambda: now[0])
     growth = Growth((), 60.0, lambda: 0, lambda: -1)
     attempt = Attempt(stand.context(), 1, group, watch, growth, can_commit=True)  # type: ignore[arg-type]
-    attempt.look()
+    attempt.check()
     now[0] = 61.0
-    attempt.look()  # nothing is known about the worker: its agent is silent
+    attempt.check()  # nothing is known about the worker: its agent is silent
     silent[0] = False
     with pytest.raises(WorkerGroupError, match="worker 1 on n1: "):
-        attempt.look()
+        attempt.check()
 
 
 # ------------------------------------------------------------------------ nodes that differ from the majority
@@ -387,7 +387,8 @@ def test_nodes_that_differ_from_the_majority_are_excluded_if_enough_remain(
         assert error.exit_code == ExitCode.UNAVAILABLE
         assert str(error).startswith("pretrain: worker 1 on n1 has torch 3")
         lines.append(str(error))
-    assert len(lines) == 1 and said in lines[0], lines
+    assert len(lines) == 1, lines
+    assert said in lines[0], lines
     assert nodes.left_out == left_out
 
 

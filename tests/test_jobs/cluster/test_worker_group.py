@@ -262,7 +262,7 @@ def test_worker_stopped_by_a_signal_is_detected_and_named(backend, two, tmp_path
     def look() -> None:
         if (tmp_path / "ready1").exists() and not group.is_frozen(1):
             os.kill(group.states[1].pid, signal.SIGSTOP)
-        stuck = watch.find_stall(group.places(), group.is_frozen)
+        stuck = watch.find_stall(group.phases(), group.is_frozen)
         if stuck is not None:
             raise group.evidence().silent_failure(stuck.rank, stuck.cause)
 
@@ -414,10 +414,10 @@ def test_without_a_gpu_the_refusal_says_what_to_type(restart) -> None:
     with pytest.raises(ClusterError) as raised:
         nodes_of(ClusterConfig(gpus_per_worker=1)).warm_up()
     assert str(raised.value).splitlines() == [
-        "room for 0 of 1 workers of 1 CPUs and 1 GPUs",
+        "room for 0 of 1 workers with 1 CPUs and 1 GPUs each",
         "  neither Ray nor torch sees a GPU on this machine",
         "  to train on the CPU, set cluster.gpus_per_worker=0; or use a smaller cluster.workers, or set "
-        "RAY_ADDRESS=HOST:PORT of a larger cluster",
+        "RAY_ADDRESS=HOST:PORT to use a larger cluster",
     ]
 
 
@@ -426,7 +426,8 @@ def test_missing_gpu_is_reported_with_advice(backend, restart, tmp_path) -> None
     cluster = ClusterConfig(workers=2, gpus_per_worker=32, backend=backend)
     with pytest.raises(
         ClusterError,
-        match=r"(of 2 workers of 1 CPUs and 32 GPUs|need 64 GPUs)[\s\S]*\n  .*(set|use a smaller) cluster.workers",
+        match=r"(of 2 workers with 1 CPUs and 32 GPUs each|need 64 GPUs)[\s\S]*\n  .*"
+        "(set|use a smaller) cluster.workers",
     ):
         run(worker_functions.add_ranks, {"x": 0}, cluster, tmp_path)
 
@@ -436,10 +437,10 @@ def test_wait_logs_its_reason_and_ends(two, full, monkeypatch) -> None:
     said: list[str] = []
     cluster = dataclasses.replace(two["ray"], wait_s=2)
     with pytest.raises(
-        ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\n  the places did not become free within 2"
+        ClusterError, match=r"^room for 0 of 2 workers with 1 CPUs each\n  the slots did not become free within 2"
     ):
         nodes_of(cluster).reserve("/runs/a", [2], said.append, do_nothing)
-    assert said == ["waiting for the cluster: room for 0 of 2 workers of 1 CPUs"]
+    assert said == ["waiting for the cluster: room for 0 of 2 workers with 1 CPUs each"]
 
 
 def test_stop_is_noticed_soon_while_the_cluster_is_full(two, full) -> None:
@@ -548,17 +549,17 @@ def test_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> N
     growth = Growth([], 60.0, lambda: 0, lambda: -1)
     attempt = Attempt(context, 1, group, Watch(2, stall_s=60), growth, can_commit=True)
     with pytest.raises(Preempted, match="stopped before the workers started, at the beginning"):
-        attempt.look()
+        attempt.check()
     assert asked == ["stop"], "the last report may be older than a worker's start"
     has_started = True
-    attempt.look()
+    attempt.check()
     assert asked == ["stop", "stop"], "a worker that has started is asked to commit"
     has_started = False
     left(group, 1)
-    attempt.look()
+    attempt.check()
     assert asked[2:] == [], "the request is repeated only after a while"
     with pytest.raises(Preempted, match="stopped in pretrain; run the same command again to restart this stage"):
-        dataclasses.replace(attempt, can_commit=False).look()
+        dataclasses.replace(attempt, can_commit=False).check()
 
 
 # ------------------------------------------------------------------------ devices
@@ -702,7 +703,8 @@ def test_every_endpoint_of_an_embedded_cluster_requires_a_token(two) -> None:
     ray.get(holder.ready.remote())
     routes = http_routes()
     methods = [*grpc_methods(), *OPEN_CALLS]
-    assert len(routes) > 50 and len(methods) > 100, "Ray has moved its endpoints"
+    assert len(routes) > 50, "Ray has moved its endpoints"
+    assert len(methods) > 100, "Ray has moved its endpoints"
     assert {("POST", "/api/jobs/"), ("GET", "/api/version"), ("GET", "/nodes")} <= routes
     assert "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo" in methods
     answers = Counter[str]()

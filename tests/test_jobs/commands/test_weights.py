@@ -1,6 +1,8 @@
 """Find weights by path, and refuse invalid paths before torch is imported."""
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from data.errors import DataError
 from jobs.commands.weights import check_weights_exist, find_weights
@@ -11,12 +13,12 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize("files", [["model.json"], ["model.safetensors"]])
 def test_folders_of_our_and_foreign_weights_are_accepted(files, tmp_path):
     for name in files:
-        (tmp_path / name).touch()
+        save_file({"x": np.zeros(3)}, tmp_path / name)
     assert find_weights(str(tmp_path)) == str(tmp_path)
 
 
 def test_a_part_of_an_npz_is_selected_after_a_colon(tmp_path):
-    (tmp_path / "siglip.npz").touch()
+    np.savez(tmp_path / "siglip.npz", x=np.zeros(3))
     check_weights_exist(f"{tmp_path}/siglip.npz:img")
     with pytest.raises(DataError, match="no file or folder at"):
         check_weights_exist(f"{tmp_path}/sigl.npz:img")
@@ -41,3 +43,18 @@ def test_a_path_without_weights_is_an_error_with_a_remedy(name, files, message, 
         (tmp_path / file).touch()
     with pytest.raises(DataError, match=message):
         check_weights_exist(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("length", [0, 3, 20, -1])
+@pytest.mark.parametrize("name", ["model.safetensors", "ViT-B_16.npz", "dinov2.pth"])
+def test_truncated_weights_are_refused_by_name(name, length, tmp_path):
+    path = tmp_path / name
+    if name.endswith(".safetensors"):
+        save_file({"x": np.zeros(3)}, path)
+    else:
+        with open(path, "wb") as file:
+            np.savez(file, x=np.zeros(3))  # a zip archive, like a .pth
+    check_weights_exist(str(path))
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(DataError, match=rf"{name} is not a complete {path.suffix} file.*\n  download or copy it again"):
+        check_weights_exist(str(path))

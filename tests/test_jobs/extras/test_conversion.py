@@ -39,7 +39,7 @@ def test_an_official_file_exported_to_transformers_has_the_original_logits(tmp_p
     ]
     assert [main(step) for step in steps] == [0, 0, 0]
     out = capsys.readouterr().out
-    assert "none missing, none unknown" in out
+    assert "none are missing or unknown" in out
     assert "gelu_tanh, norm_eps 1e-06, as in the paper's code" in out
     assert "differ by at most 0.0e+00" in out
     assert json.loads((tmp_path / "in/provenance.json").read_text())["imported"].endswith("vit_tok_linen.ckpt.npz")

@@ -66,6 +66,13 @@ def test_another_preprocessing_is_part_of_the_command(alone: Path) -> None:
     assert micro_batch == "micro_batch=4"
 
 
+def test_the_default_preprocessing_is_named_in_the_command(alone: Path) -> None:
+    """Without it, the command would use the preprocessing recorded with the weights."""
+    finished(alone, ["pretrain.data.preprocess=resize_small(18)|central_crop(16)"])
+    ((*_, preprocess, _),) = commands(alone, ["pretrain.data.preprocess=null"])
+    assert preprocess == "preprocess=resize((16, 16))"
+
+
 def test_another_probe_gives_the_command_of_the_few_shot_protocol(alone: Path, shards: Path) -> None:
     loaded = finished(alone)
     folder = loaded.directory(loaded.stage("pretrain"))

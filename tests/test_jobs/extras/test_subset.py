@@ -36,3 +36,12 @@ def test_subset_refuses_a_file_as_its_output_folder(tmp_path, parent, capsys):
     (tmp_path / "file").touch()
     assert main(["subset", str(parent.tables), "--part", ":3", "--output", str(tmp_path / "file")]) == 64
     assert f"{tmp_path}/file is a file\n  expected a folder for the shards" in capsys.readouterr().err
+
+
+def test_a_name_is_for_one_subset(tmp_path, parent, capsys):
+    words = ["subset", str(parent.tables), "--name", "half"]
+    two = ["--part", ":12", "--output", str(tmp_path / "a"), "--part", "12:", "--output", str(tmp_path / "b")]
+    assert main([*words, *two]) == 64
+    assert "2 --part, 2 --output and a --name\n  expected one --output per --part" in capsys.readouterr().err
+    assert main([*words, "--part", ":12", "--output", str(tmp_path / "a")]) == 0
+    assert (tmp_path / "a" / "half.index.json").is_file()

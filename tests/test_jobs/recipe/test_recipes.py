@@ -135,7 +135,8 @@ def test_expected_results_in_recipes_are_those_of_the_paper():
             if column == "real":
                 text = text.partition("# ReaL")[2]
             expected = re.search(rf"^#   {head} +(.*)$", text, re.M)
-            assert expected is not None and expected[1].split() == cell.replace("–", "-").split(), (column, head)
+            assert expected is not None, (column, head)
+            assert expected[1].split() == cell.replace("–", "-").split(), (column, head)
 
     text = (RECIPES / "transfer" / "vtab.yaml").read_text()
     told = re.findall(r"^      \w+:  # ([\d.]+)  ([\d.]+)  ([\d.]+)$", text, re.M)
@@ -219,7 +220,8 @@ def documented() -> frozenset[str]:
 @pytest.mark.parametrize("name", [*(f"transfer/{name}" for name in (*TABLE_4, "vtab")), "vit_l16_i21k"])
 def test_every_data_set_of_a_recipe_has_a_documented_command(name):
     read = set(re.findall(r"\bshards/[\w/-]+", (RECIPES / f"{name}.yaml").read_text()))
-    assert read and read <= documented(), sorted(read - documented())
+    assert read, sorted(read - documented())
+    assert read <= documented(), sorted(read - documented())
 
 
 @pytest.mark.parametrize("name", [*TABLE_4, "vtab"])

@@ -114,9 +114,11 @@ def test_bar_moves_while_lines_are_queued_and_lines_fit_100_columns():
     assert [line for line in lines if line.startswith("[pretrain]")] == [
         f"[pretrain] step {step}/150" for step in range(1, 151)
     ]
-    assert "pretrain  loss 0.0067" in written and "150/150 eta" in written, "the bar's last state"
+    assert "pretrain  loss 0.0067" in written, "the bar's last state"
+    assert "150/150 eta" in written, "the bar's last state"
     words = [line for line in lines if "images" in line]
-    assert len(words) > 1 and max(map(len, words)) <= 100, "continued lines are indented"
+    assert len(words) > 1, "continued lines are indented"
+    assert max(map(len, words)) <= 100, "continued lines are indented"
     assert words[0].startswith("  [pretrain] images")
     assert words[1].startswith("      images")
 
@@ -146,7 +148,7 @@ def test_terminal_shows_the_stages_name_and_the_log_its_key(tmp_path: Path, caps
 
 def test_lines_missed_by_a_stuck_terminal_are_counted_and_reported(monkeypatch):
     monkeypatch.setattr(terminal, "CLOSE_S", 0.2)
-    monkeypatch.setattr(terminal, "MOST_WAITING", 10)
+    monkeypatch.setattr(terminal, "MAX_QUEUED", 10)
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     os.write(writer, b"x" * 4095 + b"\n")

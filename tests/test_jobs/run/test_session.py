@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from data.errors import DataError, Preempted, RunOwned
+from data.errors import ClusterError, DataError, Preempted, RunOwned
 from data.sources.samples import digits
 from jobs.ownership import Lease
 from jobs.resolved_recipe import Campaign
@@ -21,6 +22,11 @@ from tests.support import campaigns
 pytestmark = pytest.mark.quick
 
 DIGITS = "shards: {kind: pack, sets: {train: {source: digits, split: train, keep: [0, 1], image_size: 8}}}\n"
+TRAINING = (
+    'pretrain: {data: {train: "@shards/train"}, model: {name: Ti/4, width: 16, depth: 1, heads: 1, mlp: 16, '
+    "image_size: 8, classes: 2}, optim: {schedule: {warmup_steps: 0}}, loss: softmax, steps: 2, batch_size: 8, "
+    "micro_batch: 4}\n"
+)
 
 
 @pytest.fixture
@@ -107,6 +113,17 @@ def test_missing_inputs_are_refused_before_anything_starts(tmp_path) -> None:
         run_campaign(loaded, watchers=[states], quiet=True)
     assert states.events == ["exit code 65"]
     assert not list(loaded.run.glob("shards-*"))
+
+
+def test_missing_gpus_are_refused_before_images_are_packed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"run: {tmp_path / 'run'}\ncluster: {{backend: processes, workers: 2, gpus_per_worker: 1}}\n{DIGITS}{TRAINING}"
+    )
+    with pytest.raises(ClusterError, match="at least 2 GPUs for 2 workers"):
+        run_campaign(campaigns.load(recipe, []), quiet=True)
+    assert not list(tmp_path.glob("run/shards-*"))
 
 
 def test_run_owned_by_another_command_is_refused_and_its_status_stays(packing) -> None:

@@ -14,7 +14,6 @@ import torch
 
 import models
 from data.evaluation import EvaluationSet
-from data.extras.leaks.document import SCHEMA
 from data.images import preprocess
 from data.index.document import load_index
 from data.seal import seal
@@ -271,7 +270,7 @@ def test_workers_receive_the_leaked_samples_of_each_data_set(
         test = [index.shards[number // 100].name, key]
         pairs.append({"train": ["t.tar", "x"], "test": test, "kind": "exact", "distance": 0.0})
     compared = {"path": "shards/test", "digest": index.digest}
-    leaks = {"schema": SCHEMA, "train": [compared], "test": [compared], "pairs": pairs}
+    leaks = {"schema": 2, "train": [compared], "test": [compared], "pairs": pairs}
     (tmp_path / "leaks.json").write_text(seal(leaks))
     document = judged(world, tmp_path / "out", f"leaks={tmp_path / 'leaks.json'}")
     assert workers.leaked == [[3, 102, 354]]
@@ -323,7 +322,7 @@ def test_leaks_list_which_training_sets_were_compared(
 
     digest = {name: load_index(path).digest for name, path in sets.items()}
     train_sets = [{"path": name, "digest": digest[name]} for name in compared]
-    leaks = {"schema": SCHEMA, "train": train_sets, "test": [{"path": "t", "digest": digest["test"]}], "pairs": []}
+    leaks = {"schema": 2, "train": train_sets, "test": [{"path": "t", "digest": digest["test"]}], "pairs": []}
     (tmp_path / "leaks.json").write_text(seal(leaks))
     words = ["--protocol", "knn", f"train={sets['train']}", f"leaks={tmp_path / 'leaks.json'}"]
     document = judged(world, tmp_path / "out", *words, weights=str(weights))
@@ -359,7 +358,7 @@ def test_training_sets_are_identified_by_digest_not_path(
     second = trained(tmp_path / "second", world, {"init": str(first), "data.train": str(tmp_path / "set")})
     compared = [load_index(world / "train").digest, digest["new"]]
     leaks = {
-        "schema": SCHEMA,
+        "schema": 2,
         "train": [{"path": "t", "digest": one} for one in compared],
         "test": [{"path": "t", "digest": load_index(world / "test").digest}],
         "pairs": [],
@@ -421,7 +420,7 @@ def test_unknown_training_data_and_overlapping_test_sets_are_reported(
 ) -> None:
     monkeypatch.setattr(stage, "supervise", Workers())
     compared = [{"path": "t", "digest": load_index(world / "test").digest}]
-    leaks = {"schema": SCHEMA, "train": compared, "test": compared, "pairs": []}
+    leaks = {"schema": 2, "train": compared, "test": compared, "pairs": []}
     (tmp_path / "leaks.json").write_text(seal(leaks))
     document = judged(world, tmp_path / "out", f"leaks={tmp_path / 'leaks.json'}")
     assert document["weights"]["trained_on"] == {"sets": [], "unknown": str(world / "weights")}
@@ -442,7 +441,7 @@ def test_invalid_evaluations_are_refused_before_workers_start(
     headless = models.from_config(models.config_of("mu/8", 16, 0), torch.Generator())
     models.save(headless, tmp_path / "headless")
     copied = shutil.copytree(world / "test", tmp_path / "copied")
-    leaks = {"schema": SCHEMA, "train": [], "test": [{"path": "elsewhere/test", "digest": "f" * 64}], "pairs": []}
+    leaks = {"schema": 2, "train": [], "test": [{"path": "elsewhere/test", "digest": "f" * 64}], "pairs": []}
     (tmp_path / "leaks.json").write_text(seal(leaks))
     weights, test, train = str(world / "weights"), str(world / "test"), str(world / "train")
     cases: list[tuple[list[str], int, str]] = [

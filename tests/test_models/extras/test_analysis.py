@@ -78,6 +78,15 @@ def test_uniform_attention_reaches_the_mean_distance_of_a_grid_that_is_not_squar
         {"registers": 3},
         {"positions": "relative"},
         {"positions": "learned2d", "positions_at": "every"},
+        {"pre_norm": True, "patch_bias": False},
+        {"layer_scale": 0.1},
+        {"pool": "gap", "last_norm": "pooled"},
+        {"qk_norm": True, "qkv_bias": "none"},
+        {"activation": "swiglu", "mlp_norm": True},
+        {"rope": "dinov3", "positions": "none", "qkv_bias": "qv"},
+        {"rope": "mixed", "registers": 2},
+        {"norm": "rms", "patch_norm": True, "block_bias": False, "attention_norm": True},
+        {"registers": 2, "pool": "gap", "pool_prefix": True},
     ],
 )
 def test_the_recomputed_weights_mix_the_values_to_what_the_attention_gave_out(config):
@@ -89,9 +98,25 @@ def test_the_recomputed_weights_mix_the_values_to_what_the_attention_gave_out(co
     handle.remove()
     x, output = seen[0]
     v = last.qkv(x).chunk(3, dim=-1)[2].unflatten(-1, (last.heads, -1)).transpose(1, 2)
-    torch.testing.assert_close(last.out((weights[-1] @ v).transpose(1, 2).flatten(2)), output)
+    mixed = (weights[-1] @ v).transpose(1, 2).flatten(2)
+    if model.config.attention_norm:
+        mixed = last.norm(mixed)
+    torch.testing.assert_close(last.out(mixed), output)
     assert analysis.attention_map(weights, model.config).shape == (2, 2, 3)
     assert not any(block.attention._forward_pre_hooks for block in model.blocks)
+
+
+def test_the_attention_map_counts_registers_that_are_pooled():
+    """Two registers and two patches; every token attends to itself, the first register to the second patch."""
+    config = models.config_of("mu/8", (8, 16), 0, pool="gap", registers=2)
+    attention = torch.eye(4)[None, None].clone()
+    attention[0, 0, 0] = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    # By rollout, half of the first register's output comes from the second patch, and each patch from itself.
+    for pool_prefix, expected in ((False, [1.0, 1.0]), (True, [1 / 1.5, 1.0])):
+        pooled = models.from_dict({**models.to_dict(config), "pool_prefix": pool_prefix})
+        torch.testing.assert_close(
+            analysis.attention_map([attention], pooled), torch.tensor([[expected]], dtype=torch.float64)
+        )
 
 
 def test_components_rebuild_the_filters_they_come_from():

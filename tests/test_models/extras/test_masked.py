@@ -187,8 +187,8 @@ def test_masked_training_drops_what_reads_the_tokens():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (models.config_of("Axial-mu/8", 32, 5), "models of family axial have no sequence of patches"),
-        (models.config_of("BiT-R50x1", 32, 5), "models of family bit have no sequence of patches"),
+        (models.config_of("Axial-mu/8", 32, 5), "models of family axial do not process a sequence of patches"),
+        (models.config_of("BiT-R50x1", 32, 5), "models of family bit do not process a sequence of patches"),
         (models.config_of("R26+mu/32", 64, 5), "its ResNet stem shows the pixels of a patch to the patches around it"),
         (models.config_of("mu/8", 32, 5, pool="gap", last_norm="pooled"), "its last norm is that of the pooled vector"),
     ],

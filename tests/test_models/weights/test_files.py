@@ -59,7 +59,7 @@ def test_nothing_is_unpickled(tmp_path):
     ("options", "format", "message"),
     [
         ({"registers": 1}, "npz", "1 registers"),
-        ({"positions": "relative"}, "npz", "relative positions at every"),
+        ({"positions": "relative"}, "npz", "relative positions"),
         ({"representation": 8}, "timm", "no representation layer"),
         ({"representation": 8}, "hf", "it has one with classes=0"),
         ({"pool": "map"}, "hf", "no pooling by map"),

@@ -52,7 +52,8 @@ def newest_saved(outcome: dict[str, Any]) -> int:
 
 def check(outcome: dict[str, Any]) -> None:
     """Check that a state can be loaded, lost no reported checkpoint, has no partial set and keeps the attempt."""
-    assert outcome["loads"] in (30, 40, 50) and outcome["loads"] >= newest_saved(outcome), outcome
+    assert outcome["loads"] in (30, 40, 50), outcome
+    assert outcome["loads"] >= newest_saved(outcome), outcome
     assert not outcome["complaints"], outcome
     assert outcome["attempt"] >= dict(outcome["said"]).get("attempt", 1), outcome
 
@@ -81,11 +82,13 @@ def test_failing_call_keeps_the_previous_checkpoint_and_training_continues(recor
     for outcome in failures:
         check(outcome)
         said = outcome["said"]
-        assert not outcome["killed"] and not [value for kind, value in said if kind == "raised"], outcome
+        assert not outcome["killed"], outcome
+        assert not [value for kind, value in said if kind == "raised"], outcome
         kinds = dict(said)
         told = sum(kind in ("failed", "no-start", "not-pruned") for kind, _ in said)
         finished = "no-start" in kinds or sum(kind in ("saved", "failed") for kind, _ in said) == 2
-        assert finished and told <= (1 if outcome["how"] == FAIL else 4), outcome
+        assert finished, outcome
+        assert told <= (1 if outcome["how"] == FAIL else 4), outcome
         if outcome["how"] == FAIL and "no-start" not in kinds and kinds.get("saved") != 50:
             assert said[-2][0] == "failed" or "failed" in kinds, outcome
     assert len(failures) > 50

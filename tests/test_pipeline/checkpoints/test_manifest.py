@@ -39,8 +39,8 @@ def test_newer_schema_is_refused_but_not_quarantined(group) -> None:
 
 
 def test_digests_of_a_save_match_its_files(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(manifests, "LEAST_CHUNK", 256)
-    monkeypatch.setattr(manifests, "MOST_CHUNKS", 2)
+    monkeypatch.setattr(manifests, "MIN_CHUNK_BYTES", 256)
+    monkeypatch.setattr(manifests, "MAX_CHUNKS", 2)
     made = savers.WorkerGroup(tmp_path / "run")
     assert made.save(10)
     (step,) = committed(made.folder)

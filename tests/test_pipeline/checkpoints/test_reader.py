@@ -18,7 +18,7 @@ from pipeline.checkpoints.manifest import (
     digest,
     read_manifest,
 )
-from pipeline.checkpoints.reader import MOST_OPEN, Reader
+from pipeline.checkpoints.reader import MAX_OPEN, Reader
 from tests.support import savers
 
 pytestmark = pytest.mark.quick
@@ -75,7 +75,7 @@ def save_cut(
 @pytest.mark.parametrize("is_parted", [False, True], ids=["save_flat", "save_parted"])
 @pytest.mark.parametrize("world", [8, 64])
 def test_worker_opens_and_verifies_only_the_files_that_it_needs(is_parted, world, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(manifests, "LEAST_CHUNK", 512)
+    monkeypatch.setattr(manifests, "MIN_CHUNK_BYTES", 512)
     state = torch.arange(48_000.0)
     files = save_cut(tmp_path, state, CUTS, world, is_parted=is_parted)
     sizes = [file["bytes"] for file in files.values()]
@@ -104,12 +104,12 @@ def test_worker_opens_and_verifies_only_the_files_that_it_needs(is_parted, world
 
 @pytest.mark.parametrize("share", [None, 0.5], ids=["all", "what-is-asked-for"])
 def test_checkpoint_with_more_files_than_the_open_file_limit_is_read(share, tmp_path) -> None:
-    world = MOST_OPEN + 100
+    world = MAX_OPEN + 100
     state = torch.arange(4.0 * world)
     records = save_cut(tmp_path, state, [0, len(state)], world, is_parted=False)
     used = max(map(int, os.listdir("/proc/self/fd"))) + 1  # the limit applies to the highest number
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + MOST_OPEN + 20, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + MAX_OPEN + 20, before[1]))
     try:
         reader = Reader(tmp_path, records, share)
         assert torch.equal(reader("p0", "master", 0, len(state)), state)
@@ -119,4 +119,4 @@ def test_checkpoint_with_more_files_than_the_open_file_limit_is_read(share, tmp_
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert len(reader.opened) == world
     holding = [file for file in reader.opened.values() if file.handle is not None or file.cached_chunk]
-    assert len(holding) <= MOST_OPEN, "neither descriptors nor chunks of all files"
+    assert len(holding) <= MAX_OPEN, "neither descriptors nor chunks of all files"

@@ -85,7 +85,8 @@ def test_missing_or_extra_files_are_reported(group, tmp_path) -> None:
         file = committed(group.folder)[0] / names[number // len(ways) % len(names)]
         named = savers.damage(how, file, rng)
         step, said = savers.pick(group.folder)
-        assert step == 10 and named in said[0], f"{how} {file.name}: {said} (FAULT_SEED={SEED})"
+        assert step == 10, f"{how} {file.name}: {said} (FAULT_SEED={SEED})"
+        assert named in said[0], f"{how} {file.name}: {said} (FAULT_SEED={SEED})"
         savers.back(group.folder, good)
 
 
@@ -158,7 +159,8 @@ def test_commit_of_a_frozen_former_owner_is_refused(tmp_path) -> None:
         former.begin(100 + round)
         claim_attempt(Folder(run))  # another attempt starts meanwhile
         before = sorted(p.name for p in former.folder.iterdir() if not p.name.startswith("."))
-        with pytest.raises(RunOwned, match=f"attempt {2 * round + 2} owns .* now, this is attempt {2 * round + 1}"):
+        expected = f"attempt {2 * round + 2} now owns .*; this process is attempt {2 * round + 1}"
+        with pytest.raises(RunOwned, match=expected):
             former.finish()
         assert sorted(p.name for p in former.folder.iterdir()) == before
 
@@ -268,7 +270,8 @@ def test_exactly_one_of_several_concurrent_starts_owns_the_run(starts, tmp_path)
     assert sorted(process.exitcode for process in crowd) == [0] + [73] * (starts - 1)
     assert [p.name for p in tmp_path.glob("won-*")] == [f"won-{winner.pid}"]
     told = [p.read_text() for p in tmp_path.glob("lost-*")]
-    assert len(told) == starts - 1 and all(f"is owned by process {winner.pid} on" in text for text in told), told
+    assert len(told) == starts - 1, told
+    assert all(f"is owned by process {winner.pid} on" in text for text in told), told
 
 
 def test_pruning_keeps_the_newest_and_multiples_of_keep_every(tmp_path) -> None:
@@ -372,8 +375,10 @@ def test_hanging_deletion_is_logged_and_does_not_block_a_save_that_fits(deleting
     first = begin_alone(deleting, 50)
     assert first.thread is not None
     first.thread.join(5)
-    assert first.result.error.endswith("full") and "still being deleted" in said[0], said
-    assert first.deleting is not None and first.deleting.daemon, "a worker can end"
+    assert first.result.error.endswith("full"), said
+    assert "still being deleted" in said[0], said
+    assert first.deleting is not None, "a worker can end"
+    assert first.deleting.daemon, "a worker can end"
 
 
 def test_commit_is_announced_after_the_deletion_if_the_next_save_would_not_fit(
@@ -404,12 +409,15 @@ def test_every_failure_of_a_deletion_is_logged(group, tmp_path, monkeypatch) -> 
 
     first.needed = [no_number]
     assert group.save(30) is not None
-    assert len(said) == 1 and said[0].startswith("could not delete old checkpoints: ValueError: invalid literal"), said
+    assert len(said) == 1, said
+    assert said[0].startswith("could not delete old checkpoints: ValueError: invalid literal"), said
     # A deletion that fails halfway.
     first.needed = []
     monkeypatch.setattr(folder_storage.shutil, "rmtree", lambda path, **options: None)
     assert group.save(40) is not None
-    assert len(said) == 2 and OLD in said[1] and "could not delete all of" in said[1], said
+    assert len(said) == 2, said
+    assert OLD in said[1], said
+    assert "could not delete all of" in said[1], said
 
 
 def test_commit_fails_if_the_rename_is_not_durable_and_the_step_can_be_saved_again(group, monkeypatch) -> None:
@@ -442,7 +450,8 @@ def test_leftovers_of_a_deletion_count_as_free_space_for_the_next_start(tmp_path
     monkeypatch.setattr(saver, "free_bytes", lambda folder: needed - 40_001)
     with pytest.raises(CheckpointError, match=r"minus 40.0 kB in .tmp-\* folders there, which are deleted at start-up"):
         saver.check_disk_space(cfg, model, checkpoints)
-    assert checkpoints.choose(1, print) is None and not list(tmp_path.iterdir()), "it does"
+    assert checkpoints.choose(1, print) is None, "it does"
+    assert not list(tmp_path.iterdir()), "it does"
 
 
 def test_all_workers_wait_for_the_deletion_of_rank_0_at_the_end(tmp_path, monkeypatch) -> None:

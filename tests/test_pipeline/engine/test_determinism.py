@@ -89,7 +89,8 @@ def test_deterministic_kernels_are_enabled_together_with_the_cublas_variable(res
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+    assert torch.backends.cudnn.deterministic
+    assert not torch.backends.cudnn.benchmark
     assert torch._inductor.config.deterministic
 
 
@@ -108,7 +109,8 @@ def test_deterministic_context_restores_torchs_settings(restored) -> None:
     with deterministic_kernels():
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.benchmark
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cudnn.benchmark
 
 
 def test_cost_is_the_median_of_alternating_measurements(restored, monkeypatch) -> None:

@@ -18,8 +18,15 @@ from data.sources.samples import digits
 from pipeline.evaluation import document
 from pipeline.evaluation.evaluator import EvaluationGroup, Evaluator, Request, result_of
 from pipeline.evaluation.features import FeatureStore
-from pipeline.evaluation.probes import COMPUTE, Inputs, LinearConfig, NeighboursConfig, Outcome
-from pipeline.evaluation.protocols import PROTOCOLS, ProtocolKind, check_names, protocols_of
+from pipeline.evaluation.probes import COMPUTE, Inputs, Outcome
+from pipeline.evaluation.protocols import (
+    PROTOCOLS,
+    LinearConfig,
+    NeighboursConfig,
+    ProtocolKind,
+    check_names,
+    protocols_of,
+)
 from pipeline.monitoring.watchdog import Phases
 from tests.support import evaluated_sets
 from tests.support.evaluated_sets import CPU, NAMES, Sums, no_beat

@@ -111,7 +111,7 @@ def test_next_attempt_repeats_stopped_evaluations_and_logs_skipped_ones(alone, t
     progress: Any = SimpleNamespace(step=10)
     assert not Evaluating(alone.job, is_stopped=True).resume(alone, progress)
     skipped = "evaluate step 5 SKIPPED: asynchronous evaluation has been turned off"
-    assert alone.said == [skipped, "evaluate step 10: stopped; it will be evaluated later"], "20 is taken again"
+    assert alone.said == [skipped, "evaluation of step 10 stopped; it will be repeated later"], "20 is taken again"
     evaluator = Evaluating(alone.job)
     assert evaluator.resume(alone, progress)
     assert evaluator.evaluated == [10]

@@ -111,7 +111,8 @@ def test_the_best_step_to_export_has_a_checkpoint(tmp_path):
     # The best evaluation is of step 8; without its checkpoint, the best remaining step is 12.
     for committed, step in (({4, 8, 12}, 8), ({4, 12}, 12), ({4}, 4)):
         best = best_commit(tmp_path, "accuracy", committed)
-        assert best is not None and best["step"] == step
+        assert best is not None
+        assert best["step"] == step
         assert steps_of_best(tmp_path, "accuracy", lambda committed=committed: committed) == [step]
     assert best_commit(tmp_path, "accuracy", ()) is None
     assert steps_of_best(tmp_path, "accuracy", set) == [] == steps_of_best(tmp_path, None, lambda: {8})

@@ -14,7 +14,7 @@ from data.extras.leaks.search import key_of
 from data.index.index import Index
 from data.shards.packing import pack
 from data.sources.samples import Sample
-from pipeline.extras.leak_embedding import find_alike
+from pipeline.extras.leak_embedding import find_similar
 
 pytestmark = pytest.mark.quick
 
@@ -66,7 +66,9 @@ def sets(tmp_path: Path) -> tuple[Index, Index]:
 def search(model: nn.Module, sets: tuple[Index, Index], folder: Path, least: float) -> dict[tuple[int, int], float]:
     """Return the distances of the matches, by the numbers of the training image and of the test image."""
     train, test = sets
-    found = find_alike(model, ("weights", "0" * 64), [train], [test], folder, cosine=least, device=torch.device("cpu"))
+    found = find_similar(
+        model, ("weights", "0" * 64), [train], [test], folder, cosine=least, device=torch.device("cpu")
+    )
     assert found.settings["cosine"] == least
     distances = {}
     for number, shard in enumerate(train.shards):
@@ -96,7 +98,7 @@ def test_finished_shards_are_not_searched_again(sets: tuple[Index, Index], tmp_p
 def test_undecodable_images_are_counted_and_match_nothing(sets: tuple[Index, Index], tmp_path: Path) -> None:
     train, test = sets
     options: dict[str, Any] = {"cosine": -1.0, "device": torch.device("cpu")}
-    found = find_alike(Quarters(), ("weights", "0" * 64), [train], [test], tmp_path, **options)
+    found = find_similar(Quarters(), ("weights", "0" * 64), [train], [test], tmp_path, **options)
     last = found.records[key_of(train.shards[2])]
     assert last.bad == 1
     assert {match.row for match in last.matches} == {0}

@@ -6,7 +6,7 @@ from io import BytesIO
 import pytest
 
 from data.errors import DataError
-from data.extras.known_sets.vtab_records import MOST_BYTES, records
+from data.extras.known_sets.vtab_records import MAX_BYTES, records
 
 pytestmark = pytest.mark.quick
 
@@ -35,7 +35,7 @@ def test_truncated_file_raises_an_error_with_the_record(number: int) -> None:
         assert given == CONTENTS[:number]
 
 
-@pytest.mark.parametrize("size", [MOST_BYTES + 1, 2**63])
+@pytest.mark.parametrize("size", [MAX_BYTES + 1, 2**63])
 def test_damaged_length_does_not_allocate_memory(size: int) -> None:
     with pytest.raises(DataError, match="in record 1;"):
         list(records(BytesIO(framed(b"one") + struct.pack("<QI", size, 1) + b"x" * 100), "f"))

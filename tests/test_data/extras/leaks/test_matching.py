@@ -58,7 +58,7 @@ def test_candidates_have_large_inner_products(images, tests):
                 products = tests.crops[test].astype(np.float32) @ (train[number, 0] * sign)
                 if products.max() > ALIKE:
                     expected.add((number, test, True, sign is MIRRORED))
-    found = {(c.train, c.test, c.is_whole_train, c.is_synced) for c in candidates(train, tests) if c.is_whole_train}
+    found = {(c.train, c.test, c.is_whole_train, c.is_mirrored) for c in candidates(train, tests) if c.is_whole_train}
     assert found == expected
     assert (0, 2, True, True) in found
 
@@ -66,7 +66,7 @@ def test_candidates_have_large_inner_products(images, tests):
 def test_copy_has_high_likeness_and_other_image_does_not(images, tests):
     copy = signature_of(cv2.resize(images[1], (130, 100), interpolation=cv2.INTER_AREA))
     pairs = list(candidates(copy.crops[None], tests))
-    values = {pair.test: likeness(pair, copy, tests) for pair in pairs if pair.is_whole_train and not pair.is_synced}
+    values = {pair.test: likeness(pair, copy, tests) for pair in pairs if pair.is_whole_train and not pair.is_mirrored}
     assert values[1] > 0.9
     assert all(value < 0.88 for test, value in values.items() if test != 1)
 

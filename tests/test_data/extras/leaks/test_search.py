@@ -132,7 +132,7 @@ def test_search_finds_copies_crops_and_mirror_images_and_no_false_pairs(tmp_path
     assert read_leaks(tmp_path / "leaks" / "leaks.json") == leaks
     assert [path.name for path in (tmp_path / "leaks").iterdir()] == ["leaks.json"]
     # With the sets swapped the pairs are the same; that test set shows the same picture eight times.
-    monkeypatch.setattr(search, "MOST_ALIKE", 0.1)
+    monkeypatch.setattr(search, "MAX_SIMILAR_SHARE", 0.1)
     back = find_leaks({"test": test}, {"train": train}, tmp_path / "back")
     assert {(test_key, train_key): kind for (train_key, test_key), kind in found(back).items()} == expected()
 
@@ -189,7 +189,8 @@ def test_full_disk_ends_the_command_with_a_reason(tmp_path, sets):
     # 14 test images take 157 kB as entries, and the same again as arrays.
     script = f"mount -t tmpfs -o size=240k none {disk} && {shlex.join(command)} --output {disk}/leaks"
     done = subprocess.run([*IN_A_NAME_SPACE, "sh", "-c", script], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == ExitCode.IO and "No space left on device" in done.stderr, done.stderr
+    assert done.returncode == ExitCode.IO, done.stderr
+    assert "No space left on device" in done.stderr, done.stderr
     assert "signatures-" in done.stderr
     assert "free some space" in done.stderr
 
@@ -238,10 +239,10 @@ def test_share_of_similar_test_images_does_not_depend_on_their_order(monkeypatch
     signatures = [signature(jpeg(painting(number))) for number in range(60)]
     fields = ("crops", "picture", "proportion")
     arrays = [np.stack([getattr(sign, name) for sign in signatures] * 4) for name in fields]
-    assert search.alike_among(matching.TestSignatures(*arrays)) == (360, 28_680)
+    assert search.similar_pairs_among(matching.TestSignatures(*arrays)) == (360, 28_680)
     # Every second image: 30 paintings, and twice the share.
     monkeypatch.setattr(search, "SAMPLED", 120)
-    alike, compared = search.alike_among(matching.TestSignatures(*arrays))
+    alike, compared = search.similar_pairs_among(matching.TestSignatures(*arrays))
     assert compared == 7140
     assert alike / compared == pytest.approx(360 / 28_680, rel=0.25)
 
@@ -382,9 +383,9 @@ def test_features_find_more_pairs_than_pixels_and_a_killed_search_resumes(tmp_pa
     args = (Thumb(), ("w", "d" * 64), [train], [test], tmp_path / "leaks")
     options = {"cosine": 0.9, "device": torch.device("cpu")}
     with pytest.raises(KeyboardInterrupt):
-        leak_embedding.find_alike(*args, **options, report=stop)
+        leak_embedding.find_similar(*args, **options, report=stop)
     left = []
-    embeddings = leak_embedding.find_alike(*args, **options, report=lambda done, total: left.append(total))
+    embeddings = leak_embedding.find_similar(*args, **options, report=lambda done, total: left.append(total))
     assert left == [len(train.shards) - 1] * (len(train.shards) - 1)
     leaks = find_leaks({"train": train}, {"test": test}, tmp_path / "leaks", embeddings=embeddings)
     assert leaks.settings["embedding"] == {"weights": "w", "digest": "d" * 64, "cosine": 0.9}
@@ -407,12 +408,12 @@ def test_journal_of_a_killed_search_of_other_sets_is_ignored(tmp_path):
     test = small_set(tmp_path / "test")
     folder = tmp_path / "leaks"
     options = {"cosine": 0.999, "device": torch.device("cpu")}
-    leak_embedding.find_alike(Thumb(), ("w", "d" * 64), [other], [test], folder, **options)
+    leak_embedding.find_similar(Thumb(), ("w", "d" * 64), [other], [test], folder, **options)
     with pytest.raises(KeyboardInterrupt):
         find_leaks({"other": other}, {"test": test}, folder, report=stop)
     left = [len((folder / name).read_text().splitlines()) for name in ("leaks.partial", "embedding.partial")]
     assert left == [2, 3], "a line for the setting, and one a shard"
-    embeddings = leak_embedding.find_alike(Thumb(), ("w", "d" * 64), [train], [test], folder, **options)
+    embeddings = leak_embedding.find_similar(Thumb(), ("w", "d" * 64), [train], [test], folder, **options)
     leaks = find_leaks({"train": train}, {"test": test}, folder, embeddings=embeddings)
     assert found(leaks)["copy", "s2"] == "exact"
     assert {train_key for train_key, _ in found(leaks)} == {"copy", "x"}

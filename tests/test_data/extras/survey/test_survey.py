@@ -97,3 +97,12 @@ def test_paths_that_the_shell_expanded_become_their_pattern_again(tmp_path) -> N
     assert one_place([str(path) for path in paths[:2]]) == str(tmp_path / "cifar10-train-*.tar")
     with pytest.raises(UsageError, match="no folder or pattern matches exactly these paths"):
         one_place([str(paths[0]), str(paths[2])])
+
+
+@pytest.mark.parametrize("label", ["3.5", "-1", "[1, 2"])
+def test_a_table_with_a_label_that_packing_refuses_is_refused(tmp_path, label: str) -> None:
+    write_images(tmp_path, {"images": 3})
+    rows = ["path,label", "images/0.jpg,0", "images/1.jpg,1", f'images/2.jpg,"{label}"']
+    (tmp_path / "photos.csv").write_text("\n".join(rows))
+    with pytest.raises(DataError, match=r"photos\.csv: images/2\.jpg: "):
+        survey(str(tmp_path / "photos.csv"), report=lambda _: None)

@@ -27,7 +27,7 @@ def photos(tmp_path: Path) -> Path:
 def test_analyze_writes_figures_and_numbers_for_a_folder_of_images(tmp_path, photos, capsys):
     weights, output = save_model(tmp_path, depth=3, registers=1), tmp_path / "out"
     assert main(["analyze", weights, str(photos), "--output", str(output), "--limit", "2"]) == 0
-    assert "analyzed 2 images of 16×24 px across 3 layers" in capsys.readouterr().out
+    assert "analysed 2 images of 16×24 px across 3 layers" in capsys.readouterr().out
     numbers = json.loads((output / "analysis.json").read_text())
     assert [Path(name).name for name in numbers["images"]] == ["0.png", "1.png"]
     assert np.shape(numbers["attention_distance"]) == (3, 2)
@@ -37,7 +37,8 @@ def test_analyze_writes_figures_and_numbers_for_a_folder_of_images(tmp_path, pho
     assert np.shape(numbers["explained_variance"]) == (28,)
     for picture in ("attention.png", "inside.png"):
         pixels = cv2.imread(str(output / picture))
-        assert pixels is not None and pixels.std() > 10, picture
+        assert pixels is not None, picture
+        assert pixels.std() > 10, picture
 
 
 def test_distances_are_means_over_the_images(tmp_path, photos):

@@ -13,6 +13,8 @@ def test_models_and_images_that_cannot_be_analysed_are_refused_by_name(tmp_path,
     assert main(["analyze", weights, str(photos / "notes.txt"), *output]) == 64
     assert "expected image files (jpg, jpeg, png, webp), folders of images or tar shards" in capsys.readouterr().err
     assert main(["analyze", weights, str(photos), *output, "--limit", "0"]) == 64
+    assert main(["analyze", weights, str(photos), "--output", str(photos / "notes.txt")]) == 64
+    assert f"--output {photos / 'notes.txt'} is a file" in capsys.readouterr().err
     assert main(["analyze", weights, str(photos / "absnt.png"), *output]) == 64
     assert main(["analyze", weights, str(photos / "absent.png"), *output]) == 64
     (photos / "0.png").write_bytes(b"broken")

@@ -154,7 +154,8 @@ def test_an_evaluator_that_always_dies_is_given_up_with_a_message(loop, run, set
 def wait_for(claim: Callable[[], object], process: Any) -> None:
     deadline = time.monotonic() + 120
     while not claim():
-        assert process.is_alive() and time.monotonic() < deadline, "the condition was not met in time"
+        assert process.is_alive(), "the condition was not met in time"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.02)
 
 
@@ -194,13 +195,13 @@ class Scripted:
     def is_free(self) -> bool:
         return self.has_room or self.has_training_ended
 
-    def is_wanted(self) -> bool:
+    def is_needed_elsewhere(self) -> bool:
         return False
 
     def take(self) -> bool:
         return True
 
-    def give_back(self) -> None:
+    def release_borrowed(self) -> None:
         pass
 
     def close(self) -> None:
@@ -226,7 +227,7 @@ class ScriptedGroup:
     def __init__(self, place: Scripted, cluster: ClusterConfig, folder: Path) -> None:
         self.place = place
 
-    def places(self) -> dict[int, Any]:
+    def phases(self) -> dict[int, Any]:
         return {}
 
     def is_frozen(self, rank: int) -> bool:
@@ -521,7 +522,7 @@ def test_borrowed_ray_resources_are_returned_on_demand_and_a_dead_evaluator_is_r
             try:
                 return group.run(worker_functions.sleep_until_told, task, lambda: look(group))
             finally:
-                place.give_back()
+                place.release_borrowed()
 
         # Another job requests all CPUs; the evaluation uses one of them.
         requests = []
@@ -530,7 +531,7 @@ def test_borrowed_ray_resources_are_returned_on_demand_and_a_dead_evaluator_is_r
             if has_started(group) and not requests:
                 assert nodes_of(cluster).room() == cpus, "borrowed resources count as free for a worker group"
                 requests.append(placement_group([{"CPU": 1}] * cpus))
-            if place.is_wanted():
+            if place.is_needed_elsewhere():
                 raise NoPlace("another job needs the resources")
 
         with pytest.raises(NoPlace):
@@ -567,6 +568,6 @@ def test_borrowed_ray_resources_are_returned_on_demand_and_a_dead_evaluator_is_r
         place.has_training_ended = True
         assert place.is_free()
         assert place.take()
-        assert not place.is_wanted()
+        assert not place.is_needed_elsewhere()
     finally:
         disconnect()

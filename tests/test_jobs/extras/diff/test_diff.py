@@ -92,7 +92,7 @@ def test_only_the_deviation_is_listed_and_its_overrides_remove_it(
     assert subjects(lines) == [subject]
     # Join the lines: a sentence can continue on the next line.
     assert evidence in re.sub(r"\s+", " ", " ".join(lines))
-    typed = shlex.split(re.search(r"^ +type +(.*?)^ +(?:note|paper) ", "\n".join(lines), re.M | re.S)[1])
+    typed = shlex.split(re.search(r"^ +set +(.*?)^ +(?:note|paper) ", "\n".join(lines), re.M | re.S)[1])
     mended = write_variant(tmp_path, recipe, deviation, *typed, name="mended.yaml")
     assert subjects(lines_of(capsys, mended, recipe)) == []
 
@@ -139,7 +139,7 @@ def test_a_resolved_recipe_equals_its_recipe_and_a_run_can_be_compared(tmp_path,
 
 def test_for_another_model_family_the_name_of_the_model_is_the_override(capsys):
     text = "\n".join(lines_of(capsys, "table3/bit_jft300m", JFT))
-    assert "family bit; other: vit\n    type   pretrain.model=B/16\n" in text
+    assert "family bit; other: vit\n    set    pretrain.model=B/16\n" in text
     assert "model.family=" not in text
 
 

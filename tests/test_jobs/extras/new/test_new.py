@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import models
 from data.extras.survey.survey import Sets, survey
@@ -22,7 +23,7 @@ from jobs.__main__ import main
 from jobs.extras.new.new import write_recipe
 from jobs.extras.new.training import Machine, choose
 from tests.support.campaigns import load
-from tests.support.foreign_vits import transformers_model
+from tests.support.foreign_vits import save_timm, transformers_model
 from tests.support.image_sources import (
     NAMES,
     class_folders,
@@ -36,6 +37,7 @@ from tests.support.image_sources import (
     tars,
     three_digits,
 )
+from tests.support.weights import random_model
 
 FEW = ("cluster.workers=1", "pretrain.steps=3", "pretrain.optim.schedule.warmup_steps=1")
 # Every kind of source: a function that makes it, a line that `new` prints, and the set for accuracy (None: no labels).
@@ -187,6 +189,41 @@ def test_imported_weights_are_fine_tuned_with_settings_of_their_kind(transformer
     assert "WiSE-FT" in Path("recipe.yaml").read_text()
 
 
+def test_weights_of_another_library_are_imported_next_to_the_recipe(transformers, tmp_path, capsys):
+    theirs = transformers_model(transformers, "clip")
+    theirs.save_pretrained(tmp_path / "clip-tiny")
+    folder = class_folders(tmp_path / "input", three_digits())
+    # Images without labels are refused before anything is imported.
+    assert main(["new", str(folder), "--output", "recipe.yaml", "--init", "clip-tiny", "--unlabelled"]) == 64
+    assert not Path("weights").exists()
+    new(folder, "--init", "clip-tiny")
+    printed = capsys.readouterr().out
+    assert "importing clip-tiny, which is in the format of another library, into weights/clip-tiny\n" in printed
+    assert re.search(r"\n  init: \S*weights/clip-tiny\b", Path("recipe.yaml").read_text())
+    model = models.load("weights/clip-tiny")
+    ours = model.state_dict()["blocks.0.mlp.up.weight"]
+    (expected,) = (tensor for name, tensor in theirs.state_dict().items() if name.endswith("layers.0.mlp.fc1.weight"))
+    assert torch.equal(ours, expected)
+    # A second recipe uses the imported weights.
+    assert main(["new", str(folder), "--output", "other.yaml", "--init", "clip-tiny"]) == 64
+    message = capsys.readouterr().err
+    assert "already exists\n  use --init weights/clip-tiny, or remove that folder first" in message
+    assert main(["new", str(folder), "--output", "other.yaml", "--init", "weights/clip-tiny"]) == 0
+
+
+def test_a_folder_of_timm_and_an_official_file_are_imported_too(timm, tmp_path):
+    folder = class_folders(tmp_path / "input", three_digits())
+    save_timm(timm, "vit_base_patch14_dinov2", tmp_path / "timm")
+    models.save(random_model("mu/8", 32, 5), tmp_path / "official.npz", format="npz")
+    for name in ("timm", "official.npz"):
+        words = ["--init", str(tmp_path / name)]
+        if name == "official.npz":
+            words.append("--probe")
+        assert main(["new", str(folder), "--output", f"{name[:4]}.yaml", *words]) == 0
+    assert models.load_weights(Path("weights/timm"))[1].layer_scale
+    assert models.load_weights(Path("weights/official"))[1].classes == 5
+
+
 def test_an_existing_recipe_is_not_overwritten(tmp_path, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     Path("input.yaml").write_text("mine")
@@ -199,7 +236,7 @@ def test_a_given_model_gets_images_of_at_least_64_patches(tmp_path, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     new(folder, "--model", "mu/8", "--minutes", "0.0001")
     assert (
-        "this takes longer than --minutes, because a useful training needs at least 10 steps" in capsys.readouterr().out
+        "this takes longer than --minutes, because useful training takes at least 10 steps" in capsys.readouterr().out
     )
     Path("recipe.yaml").unlink()
     stage = new(folder, "--model", "mu/8").stages[-1]
@@ -335,7 +372,8 @@ def test_new_explains_training_without_labels_and_how_to_add_classes(tmp_path, c
     for place, how in cases:
         new(place)
         out = capsys.readouterr().out
-        assert "no labels: masked patch prediction learns features" in out and how in out, place
+        assert "no labels: masked patch prediction learns features" in out, place
+        assert how in out, place
         Path("recipe.yaml").unlink()
     new(cases[0][0], "--unlabelled")
     assert "no labels" not in capsys.readouterr().out, "the user asked for it"

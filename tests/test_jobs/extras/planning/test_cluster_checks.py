@@ -122,6 +122,37 @@ def test_a_problem_is_reported_with_its_place_and_a_remedy(change, subject, leve
     assert {other.level for other in others} == {"OK"}, others
 
 
+@pytest.mark.parametrize(("uncertainty_s", "level"), [(0.1, "WARN"), (2.0, "OK")])
+def test_a_clock_is_off_if_its_skew_exceeds_the_uncertainty(uncertainty_s: float, level: str) -> None:
+    changed = report()
+    changed["workers"][2]["folder"] |= {"skew_s": -2.5, "uncertainty_s": uncertainty_s}
+    assert of(check_report(changed, REQUIREMENTS), "clocks").level == level
+
+
+@pytest.mark.parametrize(
+    ("gpus", "free", "level"),
+    [(0, 2**26, "OK"), (0, 2**26 - 1, "WARN"), (1, 2**30, "OK"), (1, 2**30 - 1, "WARN")],
+)
+def test_shared_memory_suffices_as_docker_and_nccl_recommend(gpus: int, free: int, level: str) -> None:
+    changed = report()
+    for worker in changed["workers"]:
+        worker["machine"]["shm_free"] = free
+    requirements = dataclasses.replace(REQUIREMENTS, gpus_per_worker=gpus)
+    assert of(check_report(changed, requirements), "/dev/shm").level == level
+
+
+@pytest.mark.parametrize(("seconds", "level"), [(0.2, "WARN"), (0.1, "OK")])
+def test_the_workers_of_a_node_share_its_reading_rate(seconds: float, level: str) -> None:
+    """Three workers need 30 MB/s; the node reads 20 or 40 MB/s."""
+    changed = report()
+    for worker in changed["workers"]:
+        worker["identity"]["node"] = "n0"
+        worker["sets"]["/data"]["seconds"] = seconds
+    result = of(check_report(changed, REQUIREMENTS), "data")
+    assert "needed by its 3 workers: 30.0 MB/s" in result.text
+    assert result.level == level
+
+
 def test_a_minority_of_versions_can_be_excluded_but_a_tie_cannot() -> None:
     excluded = "a run excludes the node if the others have enough room"
     assert excluded in of(check_changed('workers.2.identity.packages.torch = "2.12"'), "versions").remedy

@@ -1,9 +1,17 @@
 """The checks of a training stage: decoding speed, and cores of this machine."""
 
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
 import pytest
 
+from data.images.augment import AugmentConfig
+from data.index.shard import Shard
+from data.shards.packing import pack
+from data.sources.samples import digits
 from jobs.__main__ import main
-from jobs.extras.planning.stage_checks import GPU_FLOPS, TrainedFacts, cores
+from jobs.extras.planning.stage_checks import GPU_FLOPS, TrainedFacts, cores, images_per_cpu_s
 from tests.support.campaigns import load
 
 
@@ -41,3 +49,10 @@ def test_more_workers_than_cores_are_reported_on_this_machine_without_gpus(
     monkeypatch.setattr("jobs.cluster_config.cores", lambda: core_count)
     verdicts = list(cores(TrainedFacts(campaign, campaign.stage("pretrain"))))
     assert [verdict.text.partition(" than")[0] for verdict in verdicts] == expected
+
+
+def test_decoding_speed_is_that_of_the_first_shard_with_samples(tmp_path: Path) -> None:
+    index = pack(islice(digits(True), 300), tmp_path, shard_samples=70)
+    empty = replace(index, shards=(Shard("empty.tar", 0, 0, ""),))
+    assert images_per_cpu_s(empty, 16, AugmentConfig()) is None
+    assert images_per_cpu_s(replace(index, shards=empty.shards + index.shards), 16, AugmentConfig()) > 0

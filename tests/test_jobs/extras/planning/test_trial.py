@@ -86,7 +86,7 @@ def test_the_first_line_of_a_plan_tells_that_a_stage_does_not_fit(recipe, capsys
     # The traces come from conftest.py: 1 GiB, plus 1 GiB at the start.
     limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=0.5"]
     assert main(["plan", str(recipe), *limited]) == 78
-    assert capsys.readouterr().out.startswith("fits    NO: not enough memory for a worker of pretrain, finetune\n")
+    assert capsys.readouterr().out.startswith("fits    NO: too little memory per worker for pretrain, finetune\n")
 
 
 def test_a_stage_without_data_is_skipped_and_listed(tmp_path, capsys):

@@ -11,7 +11,7 @@ def test_the_page_is_updated_at_evaluations_but_not_at_every_poll(tmp_path, monk
 
     written = []
     monkeypatch.setattr(page, "write_report", lambda *_, **__: written.append(time.monotonic()))
-    monkeypatch.setattr(page_watcher, "LEAST_S", 0.0)
+    monkeypatch.setattr(page_watcher, "MIN_INTERVAL_S", 0.0)
     monkeypatch.setattr(page_watcher, "SHARE", 0.0)
     monkeypatch.delenv(page_watcher.SWITCH)
     (tmp_path / "pretrain-1").mkdir()

@@ -199,7 +199,7 @@ def test_an_impossible_chain_is_refused(sections, message):
 @pytest.mark.parametrize(
     ("varies", "message"),
     [
-        ({}, "p.sweep: nothing varies\n  add each, grid or seeds"),
+        ({}, "p.sweep varies nothing\n  add each, grid or seeds"),
         ({"gird": {"lr": [1]}}, "unknown key p.sweep.gird; did you mean 'grid'?"),
         ({"grid": {"lr": 1}}, "p.sweep.grid.lr is 1, expected a list of values"),
         ({"grid": {"lr": []}}, "p.sweep.grid.lr is [], expected a list of values"),
@@ -210,7 +210,7 @@ def test_an_impossible_chain_is_refused(sections, message):
         ({"seeds": [1, 1]}, "p.sweep: seeds has 1 twice"),
         ({"held_out": {"init": "x"}, "seeds": [1]}, "held_out needs a grid: add grid, or remove held_out"),
         ({"each": {"a": None}, "grid": {"lr": [1]}}, "p.sweep has both each and grid\n  add held_out"),
-        ({"each": {"a": 3}}, "each.a is 3, expected fields"),
+        ({"each": {"a": 3}}, "each.a is 3, expected a section of fields"),
         ({"each": {"cars": None}, "groups": {"g": ["cras"]}}, "groups.g names 'cras'; did you mean 'cars'?"),
     ],
 )

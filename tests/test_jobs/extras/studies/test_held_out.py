@@ -94,6 +94,8 @@ def test_a_grid_must_be_evaluated_on_samples_neither_trained_on_nor_in_the_resul
     assert main(["plan", str(recipe)]) == (65 if overlapping else 0)
     error = capsys.readouterr().err
     assert (f"are also in {overlapping}" in error) == bool(overlapping)
+    # A single final run is checked in the same way.
+    assert main(["plan", str(recipe), "finetune.sweep.seeds=[0]"]) == (65 if overlapping else 0)
     assert main(["plan", str(recipe), "finetune.sweep.chosen_on_test=true"]) == 0
 
 

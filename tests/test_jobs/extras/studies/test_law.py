@@ -112,21 +112,21 @@ NEXT = {"kind": "pretrain", "init": "@trunk", "begin": 16, "steps": 24, "law": "
         ({"apart.begin": 8, "apart.init": "other/trunk"}, "apart.begin: init is other/trunk, expected a stage of th"),
         ({"cool.optim": {"schedule": {"cooldown_steps": 12}}}, "the learning rate of step 8 is 0.003 in trunk, but"),
         ({"cool.init": "@far"}, "cool.init is @far, the table of a sweep"),
-        ({"apart.begin": 8}, "begin is a step of the stage in init, but init is not set"),
+        ({"apart.begin": 8}, "begin is 8, a step of the stage in init, but init is not set"),
         ({**law_of("seconds"), "next": NEXT}, "@curves/figure.json needs seconds, which is unknown until"),
         ({**law_of("samples", y="5shot"), "next": NEXT}, "predicts 5shot, which the stage does not report"),
         ({"next": {**NEXT, "law": "@trunk/figure.json"}}, "next.law: @trunk/figure.json has no fit\n  expected @FIG"),
         (
             {"curves": {"kind": "figure", "tables": {"t": "@far"}, "fit": ["samples"]}},
             "the runs of @far cannot determine a law: 1 points, expected at least 4 for a law with 3 parameters\n"
-            "  they have these numbers of different values: 1 of samples",
+            "  numbers of distinct values: 1 of samples",
         ),
         (
             {"curves": {**law_of("samples")["curves"], "fit": ["parameters", "samples"]}, "far.evaluate_every": 2},
             "the runs of @far cannot determine a law: a variable of the law has 1 values, expected at least 3",
         ),
         ({"budget": 1e-12}, "budget is 1e-12 exaFLOPs, but the recipe needs"),
-        ({"budget": "much"}, "budget is much, expected exaFLOPs"),
+        ({"budget": "much"}, "budget is much, expected a number of exaFLOPs"),
     ],
 )
 def test_impossible_branches_and_exceeded_budgets_are_refused_before_the_start(changes, message, tmp_path, shards):

@@ -21,6 +21,7 @@ from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, ConfigError, RunOwned, UsageError
 from data.storage import Folder
+from jobs import ownership
 from jobs.__main__ import main
 from jobs.cluster.embedded import LOOPBACK
 from jobs.cluster.ray import ROOT, connect, disconnect
@@ -33,6 +34,7 @@ from jobs.ownership import Lease
 from pipeline.config import section_kind
 from pipeline.identity import COMMIT_VARIABLE
 from pipeline.recipe import read_recipe
+from tests.support import leases
 from tests.support.campaigns import KINDS
 
 TRAIN = """
@@ -183,7 +185,7 @@ def test_two_submitted_campaigns_share_a_cluster_and_are_both_listed(dashboard, 
     assert "step " in lines[1]
     assert lines[2].startswith("PENDING ")
     assert f"  {high}" in lines[2]
-    assert f"room for 0 of {workers} workers of 1 CPUs; held: {workers} CPUs by {low}" in lines[3]
+    assert f"room for 0 of {workers} workers with 1 CPUs each; held: {workers} CPUs by {low}" in lines[3]
     # The holder of the places commits and ends; the waiting campaign gets them.
     assert submission.stop(str(low)).status == "STOPPED"
     assert submission.logs(str(high), write=lambda text: None).status == "SUCCEEDED"
@@ -267,7 +269,7 @@ def test_submission_is_retried_until_a_new_head_accepts_jobs(monkeypatch, capsys
 
 
 class Head:
-    """A fake head with one job: its log connection breaks once, then it stops answering or forgets the job."""
+    """A fake head with one job: its log connection breaks once, then it stops acting_as_driver or forgets the job."""
 
     def __init__(self, end: str) -> None:
         self.end = end
@@ -314,7 +316,7 @@ class Head:
 def test_logs_end_with_the_runs_exit_code_or_69_if_head_or_driver_is_lost(end, code, text, monkeypatch, capsys) -> None:
     head = Head(end)
     monkeypatch.setattr(submission, "_connect", lambda: head)
-    for name in ("LOOK_EVERY_S", "LOOK_TIMEOUT_S", "HEAD_PATIENCE_S"):
+    for name in ("STATUS_EVERY_S", "STATUS_TIMEOUT_S", "HEAD_PATIENCE_S"):
         monkeypatch.setattr(submission, name, 0.1)
     assert main(["logs", "/runs/x"]) == code
     printed = capsys.readouterr()
@@ -327,7 +329,7 @@ def test_submit_wait_follows_a_live_job_and_ends_with_its_exit_code(tmp_path, mo
     run = tmp_path / "x"
     head.list_jobs = lambda: [job for job in Head.list_jobs(head) if job.metadata.update(run=str(run)) is None]
     monkeypatch.setattr(submission, "_connect", lambda: head)
-    monkeypatch.setattr(submission, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(submission, "STATUS_EVERY_S", 0.1)
     assert main(["submit", "digits", f"run={run}", "--wait"]) == 65
     printed = capsys.readouterr().out
     assert "job x-001 is already running this recipe (RUNNING, started " in printed
@@ -473,3 +475,18 @@ def test_list_reports_an_address_without_a_server_at_once(monkeypatch) -> None:
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ClusterError, match=f"no response at RAY_ADDRESS={address}"):
             submission.list_jobs()
+
+
+def test_holder_of_a_run_can_be_stopped_through_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "PERIOD_S", leases.PERIOD_S)
+    storage = Folder(tmp_path / "run")
+    said: list[str] = []
+    with leases.holders(tmp_path) as start:
+        process = start("another")
+        seen = ownership.newest_lease(storage)
+        assert seen is not None
+        submission.stop_holder(storage, seen, said.append, 30.0)
+        process.join(10)
+        assert process.exitcode == 0
+    assert "has ended; for its result, run" in said[-1]
+    assert sorted(storage.list("leases")) == ["leases/000001.json"]

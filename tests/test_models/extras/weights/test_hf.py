@@ -106,8 +106,9 @@ def test_model_without_classes_has_no_problem_type(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"positions_at": "shared"}, "transformers' ViT has no learned positions at shared"),
-        ({"positions": "relative"}, "transformers' ViT has no relative positions at every"),
+        ({"positions_at": "shared"}, "^transformers' ViT has no learned positions shared by all layers; save"),
+        ({"positions_at": "every"}, "^transformers' ViT has no learned positions in every layer; save"),
+        ({"positions": "relative"}, "^transformers' ViT has no relative positions; save"),
     ],
 )
 def test_positions_after_the_stem_are_not_written(options, message, tmp_path):

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 import models
 from models.extras.weights.formats import form_of
+from models.extras.weights.hf_families import FAMILIES, mlp_ratio
 from tests.support.foreign_vits import TRANSFORMERS, images_of, outputs_of, transformers_model
 from tests.support.weights import assert_logits
 
@@ -47,7 +48,24 @@ def test_a_family_is_written_as_it_came(name, transformers, tmp_path):
         # The class token of DINOv2 with registers takes over its position entry.
         is_moved = name == "dinov2 registers" and key.endswith(("cls_token", "position_embeddings"))
         if not is_moved and "mask_token" not in key:
-            assert same is not None and torch.equal(tensor, same), key
+            assert same is not None, key
+            assert torch.equal(tensor, same), key
+
+
+@pytest.mark.parametrize(("is_gated", "hidden"), [(False, 64), (False, 256), (True, 48), (True, 88), (True, 176)])
+def test_the_mlp_ratio_of_dinov2_gives_the_hidden_width(is_gated, hidden, transformers):
+    ratio = mlp_ratio(hidden, 64, is_gated)
+    config = transformers.Dinov2Config(hidden_size=64, mlp_ratio=ratio, use_swiglu_ffn=is_gated, num_hidden_layers=1)
+    shapes = {name: tuple(tensor.shape) for name, tensor in transformers.Dinov2Model(config).state_dict().items()}
+    assert (64, hidden) in [shape for name, shape in shapes.items() if ".mlp." in name]
+
+
+@pytest.mark.parametrize(("activation", "hidden"), [("gelu", 100), ("swiglu", 96)])
+def test_other_hidden_widths_are_not_written_as_dinov2(activation, hidden):
+    """transformers would refuse a fractional mlp_ratio."""
+    config = models.config_of("mu/8", 16, 0, width=64, mlp=hidden, activation=activation, layer_scale=0.1)
+    (reason,) = FAMILIES["dinov2"].differences(config)
+    assert f"hidden width {hidden} at width 64, which is no whole mlp_ratio" in reason
 
 
 @pytest.mark.parametrize("size", [(48, 48), (32, 64)])
@@ -93,11 +111,11 @@ def test_a_head_that_we_cannot_compute_can_be_left_out(name, transformers, tmp_p
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "swin"}, "transformers' swin is not one of vit, dinov2"),
+        ({"model_type": "swin"}, "transformers' model type swin is not one of vit, dinov2"),
         ({"model_type": "siglip2_vision_model"}, r"NaFlex\), those of a fixed size have model_type siglip"),
         ({"model_type": "dinov3_vit", "rope_theta": 10.0}, "rotary positions with base 10.0, not 100"),
         ({"model_type": "dinov3_vit", "use_gated_mlp": True}, "is not SwiGLU"),
-        ({"model_type": "dinov3_vit", "query_bias": False}, "biases of queries, keys and values other than"),
+        ({"model_type": "dinov3_vit", "query_bias": False}, "a combination of query, key and value biases other than"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not one of gelu"),
     ],
 )

@@ -32,9 +32,9 @@ def test_peak_moment_depends_on_the_micro_batch():
     update = Moment("update", (100.0, 0, 50.0, 0, 0), (0.0, 0, 0, 0, 1.0))
     backward = Moment("backward", (100.0, 0, 0, 0, 0), (0.0, 10.0, 0, 0, 1.0))
     trace = MemoryTrace(0, (update, backward), (backward,))
-    assert trace.fullest(2).phase == "update"
-    assert trace.fullest(6).phase == "backward"
-    assert trace.fullest(6).parts(6) == [100, 60, 0, 0, 6]
+    assert trace.peak(2).phase == "update"
+    assert trace.peak(6).phase == "backward"
+    assert trace.peak(6).parts(6) == [100, 60, 0, 0, 6]
 
 
 @pytest.fixture
@@ -95,6 +95,9 @@ def test_trace_is_cached_by_everything_that_affects_it(tracer, tmp_path: Path, m
     assert traced(step_of(dataclasses.replace(SMALL, micro_batch=8, steps=7), accumulation=5)) == 0
     for change in ({"zero": 3}, {"polyak": 0.9}, {"loss": "softmax"}, {"precision": "fp32"}, {"mixup": 0.1}):
         assert traced(step_of(dataclasses.replace(SMALL, **change))) == 1, change
+    # Values at the start do not change the memory.
+    biased = models.config_of("mu/8", 16, 10, head_bias=-10.0, position_std=0.1)
+    assert traced(step_to_trace(SMALL, biased, 2, 2, 0, is_gpu=False)) == 0
     # Other nonzero values need no new trace; a head with a different decay is a separate parameter group.
     for change in ({"polyak": 0.99}, {"mixup": 0.2}, {"optim": OptimConfig(lr=1.0, weight_decay=3.0, clip=7.0)}):
         assert traced(step_of(dataclasses.replace(SMALL, **change))) == 0, change
@@ -132,13 +135,14 @@ def test_unusable_cache_folder_is_logged_and_does_not_stop_the_plan(
         monkeypatch.setattr("fcntl.flock", refuse_lock)
     else:
         monkeypatch.setattr(memory_traces, "write_entry", refuse_write)
-    assert memory_traces.trace_of(step_of()).start == 7 and tracer == [step_of()], "traced once, though not kept"
+    assert memory_traces.trace_of(step_of()).start == 7, "traced once, though not kept"
+    assert tracer == [step_of()], "traced once, though not kept"
     if obstacle != "no locks":
         assert "cannot cache memory traces" in caplog.text
 
 
 def test_least_recently_used_traces_are_deleted(tracer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory_traces, "MOST_KEPT", 3)
+    monkeypatch.setattr(memory_traces, "MAX_KEPT", 3)
     steps = []
     for number in range(4):
         step = step_of(world=2**number)

@@ -15,7 +15,7 @@ def test_driver_answers_requests_and_its_clock_is_measured(tmp_path, monkeypatch
     here = threading.current_thread()
     # The node's clock is an hour ahead of the driver's; the driver answers in a separate thread.
     monkeypatch.setattr(time, "time", lambda: clock() + 3600 * (threading.current_thread() is here))
-    with folders.answering(tmp_path):
+    with folders.acting_as_driver(tmp_path):
         found_out = folders.report_on(tmp_path, "3")
     assert found_out["sees_driver"]
     assert found_out["is_answered"]

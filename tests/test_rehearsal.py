@@ -18,7 +18,7 @@ from pipeline.extras.plan.memory import memory_need
 from pipeline.extras.plan.memory_traces import Kind, step_to_trace
 from pipeline.training_config import TrainConfig
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 TORCH = Path(torch.__file__).parent
 WORLD = 8
 

@@ -31,7 +31,7 @@ from pipeline.training_config import DataConfig, TrainConfig
 from pipeline.worker import Job
 from tests.support import twin
 
-TWIN = Path(__file__).parents[3] / "shared" / "golden" / "twin"
+TWIN = Path(__file__).parents[2] / "shared" / "golden" / "twin"
 pytestmark = pytest.mark.skipif(not TWIN.is_dir(), reason="shared/golden/twin is not beside this checkout")
 
 RANGES = (20, 100, 300, 1000)  # last steps of the ranges with separate tolerances

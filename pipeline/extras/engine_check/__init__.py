@@ -1,0 +1,1 @@
+"""Compare DeepSpeed's training step with plain torch's before the first step of an attempt."""

@@ -1,0 +1,13 @@
+"""Listing object stores; requests to real servers are in test_cache.py and test_foreign_stores.py."""
+
+import pytest
+
+from data.errors import DataError
+from data.remote.listing import list_tars
+
+pytestmark = pytest.mark.quick
+
+
+def test_https_cannot_list_files() -> None:
+    with pytest.raises(DataError, match=r"https cannot list files; name the shards, as in …/train-\{000\.\.099\}\.tar"):
+        list_tars("https://example.com/train", 1.0)
