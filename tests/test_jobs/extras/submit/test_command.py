@@ -1,7 +1,5 @@
 """Names of runs as jobs of a cluster, and exit codes of ended jobs."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from data.errors import ClusterError
@@ -38,7 +36,7 @@ def test_following_a_job_returns_the_exit_code_of_the_run(status, exit_code, exp
 
 @pytest.mark.parametrize("exit_code", [None, -9, 128 + 9, 128 + 15])
 def test_a_killed_driver_is_reported_as_unavailable(exit_code, monkeypatch):
-    job = SimpleNamespace(id="j1", status="FAILED", exit_code=exit_code)
+    job = RayJob("j1", "/runs/a", "FAILED", 1.8e9, exit_code)
     monkeypatch.setattr("jobs.extras.submit.submission.logs", lambda run: job)
     with pytest.raises(ClusterError, match="job j1 ended without an exit code from Patchline: FAILED"):
         follow("/runs/a")
