@@ -19,12 +19,12 @@ def plan(
     resolved: Annotated[bool, typer.Option("--resolved", help="Print the recipe with all defaults and exit.")] = False,
     without_data: Annotated[
         bool,
-        typer.Option("--without-data", help="Exit with code 0 even if data or weights needed by `run` are missing."),
+        typer.Option("--without-data", help="Exit with code 0 even if data or weights are missing that `run` needs."),
     ] = False,
     fresh: Fresh = False,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="h100, h200 or a100: estimate times for this GPU if there is no trial."),
+        typer.Option(metavar="NAME", help="Estimate times for this GPU if there is no trial: h100, h200 or a100."),
     ] = None,
     price: Annotated[float | None, typer.Option(help="Price of a worker-hour, in any currency.")] = None,
     mtbf: Annotated[

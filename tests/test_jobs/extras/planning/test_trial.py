@@ -103,7 +103,7 @@ def test_a_stage_without_data_is_skipped_and_listed(tmp_path, capsys):
     assert re.search(
         r"pretrain   not measured: .*/train does not exist yet; run python -m jobs run RECIPE --only pack", ended.out
     )
-    assert re.search(r"error: no stage can be measured: pretrain: .*/train does not exist yet", ended.err)
+    assert re.search(r"error: none of the stages can be measured: pretrain: .*/train does not exist yet", ended.err)
     assert not (tmp_path / "run").exists()
 
 
