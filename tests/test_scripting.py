@@ -17,7 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from data.storage import Folder
 from jobs.__main__ import main
+from jobs.ownership import Lease
 from jobs.run.log import write_status
 from pipeline.artifacts import write_record
 from tests.support.campaign_script import Document, Killed, Script, Words, arguments, with_json
@@ -179,7 +181,7 @@ def driver(here: Path) -> Iterator[Callable[..., Any]]:
 
 
 def test_killed_driver_truncated_checkpoint_and_missing_weights(here: Path, driver: Any) -> None:
-    """Three documents lead from a killed run with a truncated checkpoint to its weights: by the command that resumes."""
+    """Three documents lead from a killed run with a truncated checkpoint to its weights."""
     killed = driver("runs/killed")
     killed.send_signal(signal.SIGKILL)
     assert killed.communicate()[0] == "", "a killed command has no document"
@@ -215,8 +217,8 @@ def test_killed_command_is_resumed_from_its_status(here: Path) -> None:
 
 
 def test_run_of_another_owner_is_stopped_and_continued(here: Path, driver: Any) -> None:
-    owner = driver("runs/owned", "pretrain.steps=1500")
-    words = ["run", "small.yaml", "run=runs/owned", *LONG, "pretrain.steps=1500"]
+    owner = driver("runs/owned", "pretrain.steps=800")
+    words = ["run", "small.yaml", "run=runs/owned", *LONG, "pretrain.steps=800"]
     (stage,) = script().finish(words)["stages"]
     assert stage["state"] == "done"
     document = json.loads(owner.communicate()[0])
@@ -269,4 +271,14 @@ def test_lost_head_is_left_for_this_machine(here: Path, monkeypatch: pytest.Monk
 
     words = ["run", "small.yaml", "run=runs/ray", "cluster.backend=ray"]
     (stage,) = script(cluster=leave).finish(words)["stages"]
+    assert stage["state"] == "done"
+
+
+@pytest.mark.slow
+def test_stale_lock_of_a_lost_machine_is_taken_over(here: Path) -> None:
+    lease = Lease(Folder(here / "runs" / "stale"), print)
+    lease.take()
+    lease.record["machine"] = lease.record["system"] = "another"  # it never renews the lease again
+    lease.renew()
+    (stage,) = script().finish(["run", "small.yaml", "run=runs/stale"])["stages"]
     assert stage["state"] == "done"
