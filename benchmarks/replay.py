@@ -119,16 +119,16 @@ def train_cases(task: dict[str, Any]) -> list[dict[str, Any]]:
         return take_step(worker, step, batches)
 
     def closing(self: ExactEngine, rate: float, numbers: Any = None) -> list[float]:
-        if is_now("gradient") and self._part is not None and "parameter" not in fault:
+        if is_now("gradient") and self.part is not None and "parameter" not in fault:
             names = list(self.sizes)
             name = names[int(fault["u"] * len(names))]
             element = int(fault["v"] * self.sizes[name])
             place = element
             for other in names[: names.index(name)]:
                 place += self.sizes[other]
-            fault.update(parameter=name, element=element, before=float(self._part[place]))
-            flip(self._part, place, fault["bit"])
-            fault["after"] = float(self._part[place])
+            fault.update(parameter=name, element=element, before=float(self.part[place]))
+            flip(self.part, place, fault["bit"])
+            fault["after"] = float(self.part[place])
         return close_part(self, rate, numbers)
 
     def batch_of(worker: Any, *args: Any) -> Any:

@@ -94,6 +94,12 @@ class Diverged(PatchlineError):
     exit_code = ExitCode.INTERNAL
 
 
+class CorruptWorker(PatchlineError):
+    """A worker's results differ from a repetition by other workers; the next attempt avoids its node."""
+
+    exit_code = None  # ends the attempt, but not the stage
+
+
 class RolledBack(PatchlineError):
     """Too many consecutive steps were non-finite; the next attempt resumes from the last checkpoint and skips them."""
 

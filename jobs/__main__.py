@@ -73,6 +73,7 @@ TRAINING_EXTRAS = (
     "jobs.extras.async_evaluation.extra:AsyncEvaluationExtra",
     "jobs.extras.best:Best",
     "jobs.extras.engine_check:EngineCheckExtra",
+    "jobs.extras.live_audit:LiveAuditExtra",
     "jobs.extras.planning.memory_check:MemoryCheck",
     "jobs.extras.reevaluation:Reevaluation",
 )

@@ -51,7 +51,7 @@ INTERNALS = re.compile(
 COMMANDS = """
 64 train tiny.yaml                            => No such command 'train'.|use run instead
 64 runn tiny.yaml                             => Did you mean 'run'?
-64 run                                        => expected a YAML file or a built-in recipe: cifar10, digits
+64 run                                        => expected a YAML file or a built-in recipe: cifar10, cifar10_bit, digits
 64 run tiny.yaml --gpus 1                     => No such option: --gpus|write recipe keys without dashes
 64 plan tiny.yaml --resolve                   => Possible options: --fresh, --resolved
 78 run tiny.yaml pretrain.steps 100           => invalid override pretrain.steps|for example pretrain.steps=100

@@ -27,6 +27,7 @@ If the worker group has ended in any other way:
     c. Workers refused to start, because some nodes differ from the majority: exclude those nodes from this and all
        later attempts, and start the next attempt at once. StageFailed if the other nodes have too little room. This
        does not apply if a stop is requested.
+       A node whose worker computed wrong results is excluded too, before the cases below.
     d. The attempt had more workers than the last one that committed, and did not commit: start the next attempt at
        once with that attempt's number of workers and nodes, because a new node may be broken. This does not apply if a
        stop is requested.
@@ -48,7 +49,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from data.errors import ExitCode, MismatchedNodes, Preempted
+from data.errors import CorruptWorker, ExitCode, MismatchedNodes, Preempted
 from jobs.cluster.elastic import Growth, Sizes
 from jobs.cluster.failure import StageFailed, WorkerGroupError
 from jobs.cluster.nodes import Nodes, nodes_of
@@ -308,6 +309,15 @@ def exclude_unlike_nodes(context: Context, nodes: Nodes, failure: WorkerGroupErr
     context.log(f"excluded from this campaign: {names} ({why}); restarting from {restart_point(context)}")
 
 
+def exclude_node(context: Context, nodes: Nodes, failure: WorkerGroupError, least: int) -> None:
+    """Exclude a worker's node from the campaign, if the other nodes have room for at least `least` workers."""
+    ids = {node_id for node_id, identity in nodes.identities().items() if identity["node"] == failure.node}
+    if ids and nodes.exclude(ids, least) >= least:
+        context.log(f"excluded from this campaign: {failure.node}, whose worker {failure.rank} computed wrong results")
+    else:
+        context.log(f"{failure.node} computed wrong results but cannot be excluded: no other node has enough room")
+
+
 def recover(
     context: Context, nodes: Nodes, history: History, failure: WorkerGroupError, world: int, *, made_progress: bool
 ) -> None:
@@ -329,6 +339,9 @@ def recover(
     if failure.kind == MismatchedNodes.__name__ and not context.stop_requested():
         exclude_unlike_nodes(context, nodes, failure, min(history.sizes.worlds))
         return
+    # Like any other failure, but without the node of the worker that computed wrong results.
+    if failure.kind == CorruptWorker.__name__:
+        exclude_node(context, nodes, failure, min(history.sizes.worlds))
     # d. Fall back to the workers and nodes of the last attempt that committed.
     if not made_progress:
         proven = history.sizes.fall_back(world)

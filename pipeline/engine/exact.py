@@ -123,13 +123,15 @@ class ExactEngine(Engine):
         # Bypass DeepSpeed's hooks on the output, which would start a reduction whose order depends on the world size.
         self.forward = self.model
         self.loss = 0.0
-        self._spans = [*self.sizes.values(), 1]  # lengths in the flat vector: the gradients of all parameters, the loss
-        self._part: Tensor | None = None  # flat sum of the current part's micro-batches
+        self.spans = [*self.sizes.values(), 1]  # lengths in the flat vector: the gradients of all parameters, the loss
+        self.part: Tensor | None = None  # flat sum of the current part's micro-batches
         self._sums: list[Tensor] = []  # sums of 2ⁿ parts each that wait for their neighbours, the largest first
         self._seen = 0  # micro-batches of this step so far
         self.parts = parts
         self.trace: Trace = Trace([], [], [])  # trace of the last step
         self._of_parts: list[Tensor] = []  # loss and checksum of each completed part
+        # Called with each completed part before the update: its number on this worker, and its flat sum.
+        self.note_part: Callable[[int, Tensor], None] | None = None
         # Find the position of each flat tensor of the optimizer in the whole gradient.
         first_of: dict[str, int] = {}  # element of the whole gradient at which a parameter begins
         total = 0
@@ -153,21 +155,29 @@ class ExactEngine(Engine):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss` / (accumulation × world) to the gradient of the current part."""
+        self.part = self.added(loss, self.part)
+
+    def added(self, loss: Tensor, part: Tensor | None) -> Tensor:
+        """Add the gradient of `loss` / (accumulation × world) to the flat sum of a part in place, and return the sum.
+
+        None stands for a part without micro-batches so far.
+        """
         # The divisor is the same at every world size.
         loss = loss / self.micro_batches
         # Not loss.backward(), which would run DeepSpeed's hooks. Unused parameters get zeros and keep their places.
         names, parameters = zip(*self.model.named_parameters(), strict=True)
         gradients = dict(zip(names, torch.autograd.grad(loss, parameters, materialize_grads=True), strict=True))
-        if self._part is None:
+        if part is None:
             # In fp32 even if weights are bf16: sums of many small numbers would lose their last bits in bf16.
-            self._part = torch.zeros(sum(self._spans), device=loss.device)
+            part = torch.zeros(sum(self.spans), device=loss.device)
         # The loss follows the gradient, so that its mean over the batch is summed in the same order.
         addends: list[Tensor] = []
         for member in self.members.values():
             addends.append(gradients[member.holder].reshape(-1)[member.start : member.start + member.size])
         addends.append(loss.detach().reshape(-1))
-        for view, addend in zip(self._part.split(self._spans), addends, strict=True):
+        for view, addend in zip(part.split(self.spans), addends, strict=True):
             view.add_(addend)
+        return part
 
     def end_micro_batch(self, rate: float, numbers: Tensor | None = None) -> list[float]:
         """End a micro-batch; the last one of a part completes the part, and the last one of a step runs the step.
@@ -179,9 +189,11 @@ class ExactEngine(Engine):
             return []
         # Add neighbouring sums of equally many parts, like the carries of a binary counter. After the fourth part (100
         # in binary: two carries) part 3 and the sum of parts 1 and 2 are waiting to be added.
-        assert self._part is not None
-        finished = self._part
-        self._part = None
+        assert self.part is not None
+        finished = self.part
+        self.part = None
+        if self.note_part is not None:
+            self.note_part(len(self._of_parts), finished)
         self._of_parts.append(torch.stack([finished[-1].double(), checksum(finished[:-1])]))
         closed_parts = self._seen // self.part_length
         carries = (closed_parts & -closed_parts).bit_length() - 1  # trailing zeros of the number in binary
@@ -283,7 +295,7 @@ class ExactEngine(Engine):
 
     def price(self, rounds: int = 3) -> tuple[float, float]:
         """Collective: measure the duration, in seconds, of a tree sum over the workers and of an equal all-reduce."""
-        flat = torch.zeros(sum(self._spans), device=next(self.model.parameters()).device)
+        flat = torch.zeros(sum(self.spans), device=next(self.model.parameters()).device)
         tree_seconds = []
         all_reduce_seconds = []
         for _ in range(rounds):

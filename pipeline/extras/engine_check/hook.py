@@ -78,7 +78,7 @@ class EngineCheck(Hook):
         dist.all_gather_object(of_all, wrong)
         seconds = time.monotonic() - began
         is_wrong = any(of_all)
-        group.telemetry.report("engine check", {"step": progress.step, "seconds": seconds, "passed": not is_wrong})
+        group.telemetry.report("engine", {"step": progress.step, "seconds": seconds, "passed": not is_wrong})
         if is_wrong:
             raise WrongEngine(message_of(of_all, conditions))
         if group.rank == 0:

@@ -21,7 +21,7 @@ import numpy as np
 
 from data.errors import DataError
 from pipeline.artifacts import SEARCHES, read_record, write_record
-from pipeline.config import Tags, tags
+from pipeline.config import Tags, require, tags
 from pipeline.extras.async_evaluation import SPARE_FILE
 from pipeline.extras.replays.masking import Mask
 from pipeline.hooks import Hook
@@ -36,20 +36,34 @@ MAX_NAMED = 4  # samples named in the log line about a mask
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """The reaction to a spike: a gradient norm that is not finite, or ten times the usual value."""
+    """Reaction to a spike (a gradient norm that is not finite, or ten times the usual value), and the live audit."""
 
     # record: log the spike, also in metrics.jsonl; bisect: in addition, search for its samples on a spare worker during
     # training, and give them no weight from the next checkpoint (docs/replay.md)
     on_spike: Literal["record", "bisect"] = "record"
+    # share of the parts of steps (exact_parts) that another worker repeats during training, for example 0.01; a
+    # different result ends the attempt before it is committed (docs/design/engine-check.md); 0: off
+    audit: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.audit <= 1, f"health.audit is {self.audit}, expected a share of the steps, 0 to 1")
 
 
 @dataclass(frozen=True)
 class SpikeConfig(TrainConfig):
     """Adds the config section `health` to trained stages."""
 
-    health: HealthConfig = field(default_factory=HealthConfig)  # reaction to spikes of the gradient norm
+    health: HealthConfig = field(default_factory=HealthConfig)  # reaction to spikes, and the live audit
 
     RESUME: ClassVar[Tags] = tags(free="health")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not self.health.audit or self.exact_parts > 0,
+            f"health.audit is {self.health.audit}, but exact_parts is 0: without exact mode, a repetition on another "
+            "worker need not have the same bits\n  set exact_parts to the largest number of workers, or health.audit=0",
+        )
 
 
 class Masking(Hook):

@@ -19,7 +19,7 @@ from data.errors import ExitCode, Preempted
 from jobs.cluster import supervisor
 from jobs.cluster.elastic import Growth
 from jobs.cluster.failure import StageFailed, WorkerGroupError
-from jobs.cluster.supervisor import Attempt, exclude_unlike_nodes, supervise
+from jobs.cluster.supervisor import Attempt, exclude_node, exclude_unlike_nodes, supervise
 from jobs.cluster.worker_group import DRAINED, DrainEvent
 from jobs.cluster_config import ClusterConfig
 from jobs.run.reading import StatusMessage
@@ -389,6 +389,24 @@ def test_nodes_that_differ_from_the_majority_are_excluded_if_enough_remain(
         lines.append(str(error))
     assert len(lines) == 1, lines
     assert said in lines[0], lines
+    assert nodes.left_out == left_out
+
+
+@pytest.mark.parametrize(
+    ("versions", "left_out", "line"),
+    [
+        ("222", {"id1"}, "excluded from this campaign: n1, whose worker 3 computed wrong results"),
+        ("22", {"id1"}, "n1 computed wrong results but cannot be excluded: no other node has enough room"),
+        ("", set(), "n1 computed wrong results but cannot be excluded: no other node has enough room"),
+    ],
+)
+def test_node_of_a_worker_with_wrong_results_is_excluded_if_enough_remain(versions, left_out, line, tmp_path) -> None:
+    lines: list[str] = []
+    context = pretrain_context(tmp_path, ClusterConfig(workers=4), log=lines.append)
+    nodes: Any = NodesByHand(versions, {})
+    failure = WorkerGroupError(3, "n1", "CorruptWorker: worker 3 is wrong", kind="CorruptWorker")
+    exclude_node(context, nodes, failure, 4)
+    assert lines == [line]
     assert nodes.left_out == left_out
 
 

@@ -63,11 +63,11 @@ def flip_in_the_run() -> None:
 
     def flipping(self: ExactEngine, loss: torch.Tensor) -> None:
         backward(self, loss)
-        if runs[-1:] == ["run"] and dist.get_rank() == 1 and self.updates == 7 and self._part is not None:
+        if runs[-1:] == ["run"] and dist.get_rank() == 1 and self.updates == 7 and self.part is not None:
             place = 0
             for name, size in self.sizes.items():
                 if name == FLIPPED:
-                    self._part.view(torch.int32)[place + 3] ^= 1 << 29
+                    self.part.view(torch.int32)[place + 3] ^= 1 << 29
                     break
                 place += size
 

@@ -1,0 +1,17 @@
+"""The recipe key `health.audit`: repeat parts of steps on another worker during training, and compare the bits."""
+
+from jobs.resolved_recipe import Context
+from jobs.stages.training import TrainingExtra
+from pipeline.hooks import HookOptions
+from pipeline.training_config import TrainConfig
+
+HOOK = "pipeline.extras.live_audit:LiveAudit"
+
+
+class LiveAuditExtra(TrainingExtra):
+    """Loads the hook for `health.audit`; the section `health` comes from the extra for spare workers."""
+
+    def hooks(self, cfg: TrainConfig, context: Context) -> HookOptions:
+        """Return the hook if the recipe requests an audit."""
+        health = getattr(cfg, "health", None)
+        return {HOOK: {}} if health is not None and health.audit else {}

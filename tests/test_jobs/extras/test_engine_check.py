@@ -1,0 +1,27 @@
+"""The check of the engine is on by default, and a recipe can turn it off."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from jobs.extras.engine_check import EngineCheckExtra
+from pipeline.hooks import build_config, load_classes
+
+CONTEXT: Any = None  # not used
+
+
+def test_check_is_on_by_default_and_can_be_turned_off():
+    extra = EngineCheckExtra()
+    hooks = extra.hooks(extra.config(steps=1), CONTEXT)
+    (hook,) = load_classes(hooks)
+    assert hook.Config is extra.config
+    assert extra.hooks(extra.config(steps=1, check_engine=False), CONTEXT) == {}
+    # A replay trains with a config that does not have the key.
+    without_key: Any = SimpleNamespace()
+    assert extra.hooks(without_key, CONTEXT) == {}
+
+
+def test_key_may_change_on_resume():
+    from pipeline.config import tagged
+
+    config = build_config({"steps": 1, "check_engine": False}, [EngineCheckExtra.hook])
+    assert "check_engine" in tagged(config, "free")
