@@ -50,7 +50,7 @@ def client_package() -> Any:
         import huggingface_hub
         import huggingface_hub.errors  # its submodules are loaded lazily
     except ImportError:
-        raise DataError("hf:// needs a client: pip install huggingface_hub") from None
+        raise DataError("hf:// needs a client library; run pip install huggingface_hub") from None
     return huggingface_hub
 
 
@@ -122,7 +122,8 @@ def commit_of(url: str, timeout_s: float) -> str:
         api.auth_check(parts.id, repo_type="dataset")
     except errors.GatedRepoError:
         raise StorageError(
-            f"{place}: denied, HF_TOKEN {has_token}: {DENIALS['GatedRepo']}\n  {endpoint()}/datasets/{parts.id}"
+            f"{place}: access denied (HF_TOKEN {has_token}): {DENIALS['GatedRepo']}\n"
+            f"  request access at {endpoint()}/datasets/{parts.id}"
         ) from None
     except errors.RepositoryNotFoundError:
         raise DataError(
@@ -131,7 +132,7 @@ def commit_of(url: str, timeout_s: float) -> str:
         ) from None
     except errors.RevisionNotFoundError:
         raise DataError(
-            f"{place}: no revision {parts.revision}\n  expected a branch, a tag or a commit of "
+            f"{place}: there is no revision {parts.revision}\n  expected a branch, a tag or a commit of "
             f"{endpoint()}/datasets/{parts.id}/commits\n  check the part after @"
         ) from None
     return commit
