@@ -157,7 +157,10 @@ def not_finished(stage: StageFolder) -> DataError:
 
 
 def find_set(path: str) -> str:
-    """Resolve RUN/STAGE/SET to the folder of the data set; return other paths unchanged. Raises DataError."""
+    """Resolve RUN/STAGE/SET to the folder of the data set; return other paths unchanged.
+
+    Raises DataError if no finished stage has packed the data set.
+    """
     folder = Path(path)
     stage = folder.parent
     if "://" in path or folder.exists() or not (stages_in(stage) or stages_in(stage.parent)):

@@ -144,7 +144,7 @@ class Agent:
         remove_folders_of_killed_agents(parent)
 
     def warm_up(self) -> None:
-        """Start the fork server, unless it is already running, without waiting until it is ready.
+        """Start the fork server if it is not running yet; return before it is ready.
 
         The fork server imports modules only for workers without GPUs: importing torch or DeepSpeed may initialise CUDA,
         after which a process must not fork.
@@ -259,7 +259,7 @@ class Agent:
     def end(self) -> str:
         """Kill the attempt's workers and their data loaders, and wait until they have exited.
 
-        Returns why the fork server had to be killed; "" if it is healthy.
+        Returns the reason why the fork server was killed; "" if it was not killed.
         """
         with self.changed:
             # A suspended fork server would not report that its workers have ended.

@@ -217,7 +217,7 @@ class Stopper:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Record a signal as a stop request.
 
-        Raises Preempted if the driver itself runs the stage, RunOwned if another command has taken over the run, and
+        Raises Preempted if the driver itself runs the stage, RunOwned if another command has taken over the run, or
         KeyboardInterrupt at a second SIGINT.
         """
         # A second SIGTERM only repeats the request; a second Ctrl-C comes from a user who does not want to wait.

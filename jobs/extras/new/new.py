@@ -62,7 +62,8 @@ def new(
 ) -> None:
     """Write a recipe for the images at a path, or at several paths expanded from a pattern by the shell.
 
-    Raises DataError, ConfigError, or UsageError, for example if the recipe exists.
+    Raises DataError if the images or weights cannot be used, ConfigError if the model is unknown, or UsageError if the
+    arguments are invalid, for example if the recipe already exists.
     """
     # 1. Check the arguments before the images are counted.
     place = one_place(places)
