@@ -265,7 +265,7 @@ def compared(document: Document) -> Iterator[str]:
 
 
 def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: Debug = False) -> Answer:
-    """Export a checkpoint's weights to the same files that a finished stage has."""
+    """Export a checkpoint's weights to the same files as those of a finished stage."""
     # Check before reading the checkpoint, which takes minutes.
     if target.exists() and not target.is_dir():
         raise UsageError(f"--to {target} is a file\n  expected a folder (created if it does not exist)")

@@ -185,7 +185,7 @@ def new(
 
 
 def written(recipe: Path, name: str, sets: Sets) -> Answer:
-    """Return the answer after the recipe has been written: the images, the run, and the next command."""
+    """Return the command's answer for a written recipe: its images, its run, and the next command."""
     found = {}
     for part, image_set in (("train", sets.train), ("test", sets.test)):
         if image_set is not None:
