@@ -359,7 +359,7 @@ class Agent:
 
 
 def remove_folders_of_killed_agents(parent: Path) -> None:
-    """Remove this user's stale agent folders, whose lock is free, from `parent`, which all users may write to."""
+    """Remove the folders of this user's killed agents, whose locks are free, from the shared folder `parent`."""
     for other in parent.glob(f"{FOLDER_PREFIX}*"):
         # Another user may have created the folder, or a link or pipe of this name: do not open anything in it.
         if not (is_own(other) and is_own(other / LOCK)):

@@ -38,7 +38,7 @@ def list_all(path: SavedRun, _debug: Debug = False) -> Answer:
 
 
 def stage_checkpoints(run: OpenedRun, checkpoints: StageCheckpoints) -> dict[str, Any]:
-    """Return a document: a stage's checkpoints, newest first, with their metrics, and folders of unfinished saves."""
+    """Return a stage's checkpoints, newest first, with metrics, and the names of damaged or unfinished checkpoints."""
     # Scores come from metrics.jsonl; the manifest has none, because a step is evaluated after its commit.
     damage: list[str] = []
     records = read_metrics(run.storage.local / checkpoints.stage, "evaluate", damage)

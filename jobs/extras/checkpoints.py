@@ -83,7 +83,7 @@ def selected(run: OpenedRun, step: int | None) -> list[Saved]:
 def newest_verified(run: OpenedRun, step: int | None) -> Path:
     """Verify every byte of the newest checkpoint, or of the checkpoint at `step`; return the checkpoint's folder.
 
-    Raises UsageError if several stages have a matching checkpoint, and CheckpointError if the checkpoint is damaged.
+    Raises UsageError if several stages have a matching checkpoint, or CheckpointError if the checkpoint is damaged.
     """
     saved = selected(run, step)
     stages = sorted({checkpoint.checkpoints.stage for checkpoint in saved})

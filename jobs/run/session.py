@@ -194,7 +194,7 @@ class Session:
 class Stopper:
     """Handles SIGTERM, SIGHUP and SIGINT: the first requests a commit and exit code 75, a second SIGINT exits at once.
 
-    If another command has taken over the run, this one raises RunOwned without a commit.
+    If another command has taken over the run, this command raises RunOwned and does not commit.
     """
 
     def __init__(self, log: Callable[[str], None], lease: Lease) -> None:

@@ -58,7 +58,10 @@ def result_of(
     train: "FeatureStore | None",
     leaked: Sequence[int] | None,
 ) -> Entry:
-    """Return the result of a protocol on a data set; `leaked` holds sample numbers, or is None without a leak check."""
+    """Return the result of a protocol on a data set.
+
+    `leaked` contains the numbers of leaked samples; None if leaks were not checked.
+    """
     everything = np.ones(len(test.rows), bool)
     values, classes = value_entries(outcome, protocol, test, everything)
     result: Entry = {

@@ -88,7 +88,7 @@ class LiveAudit(Hook):
     Config = SpikeConfig
 
     def begin(self, worker: "Setup", progress: "Progress") -> None:
-        """Register callbacks, which the engine calls after each part and the optimizer around each update."""
+        """Register callbacks that the engine calls after each part and the optimizer calls around each update."""
         self.worker = cast("Worker", worker)
         self.progress = progress  # counts the steps
         assert isinstance(worker.engine, ExactEngine), "SpikeConfig requires exact mode"
