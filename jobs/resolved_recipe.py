@@ -148,7 +148,7 @@ class StageKind:
         return {}
 
     def values(self, folder: Path) -> Mapping[str, object]:
-        """Return the values that a finished stage has determined for other stages, without undetermined ones."""
+        """Return the values that a finished stage has determined for other stages, by name."""
         return {}
 
     def value_in_words(self, cfg: Any, name: str) -> str:
@@ -158,11 +158,11 @@ class StageKind:
     def check_parent(self, stage: "Stage", parent: "Stage", available: "Available") -> None:
         """Check a parent stage, whose output this stage reads, before the parent runs.
 
-        Raises ConfigError or DataError.
+        Raises ConfigError or DataError if this stage could not use the parent's output.
         """
 
     def check_campaign(self, campaign: "Campaign") -> None:
-        """Check a campaign whose stages have passed their checks. Raises ConfigError."""
+        """Raise ConfigError if a campaign cannot run although each of its stages has passed its checks."""
 
     def make_absolute(
         self, name: str, section: dict[str, Any], patterns: Sequence[str], absolute: "MakeAbsolute"
@@ -419,7 +419,7 @@ class Available:
         return self.readers_of[stage.name]
 
     def made(self, values: Collection[str]) -> list[Index]:
-        """Return the indexes of the existing data sets among `values`."""
+        """Return the loaded index of each data set in `values` that exists."""
         indexes = []
         for value in values:
             index = self.index(value)

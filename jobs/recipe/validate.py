@@ -30,7 +30,7 @@ MAX_LISTED = 8  # missing inputs or changed keys listed in a message
 
 
 def validate(stage: Stage, available: Available, *, fresh: bool = False) -> list[CheckResult]:
-    """Return the results of all checks of a stage. Raises OSError.
+    """Return the results of all checks of a stage. Raises OSError if a file cannot be read.
 
     `fresh` allows an unfinished stage with a different config to restart from step 0.
     """

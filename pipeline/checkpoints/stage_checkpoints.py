@@ -114,14 +114,18 @@ class StageCheckpoints:
     def fetch(self, name: str) -> Path:
         """Return a folder on this node that contains a checkpoint's files, downloaded and verified if necessary.
 
-        Raises CheckpointError if the checkpoint is damaged in the storage. Also raises StorageError and OSError.
+        Raises CheckpointError if the checkpoint is damaged in the storage, or StorageError or OSError if the storage
+        fails.
         """
         from pipeline.checkpoints.reader import verify  # imported here, because recipes are checked without torch
 
         return self.storage.fetch_set(self.folder, name, verify)
 
     def verify(self, name: str) -> Path:
-        """Verify every byte of a checkpoint in the storage, and return a folder with its files. Raises like `fetch`."""
+        """Verify every byte of a checkpoint in the storage, and return a folder with its files.
+
+        Raises the same errors as `fetch`.
+        """
         from pipeline.checkpoints.reader import verify
 
         return self.storage.fetch_set(self.folder, name, verify, recheck=True)
@@ -207,7 +211,8 @@ class StageCheckpoints:
     def adopt(self, source: Path, key: str | None = None) -> None:
         """Add a checkpoint from another folder on this disk to this stage, atomically, with `key` as its stage key.
 
-        Its files are hard-linked if possible, and are never modified. Raises CheckpointError, OSError.
+        Its files are hard-linked if possible, and are never modified. Raises CheckpointError if the checkpoint is
+        damaged, or OSError if the storage fails.
         """
         manifest = inspect_checkpoint(Folder(source.parent), source.name)
         staged = self.local / f".tmp-{source.name}-linked"

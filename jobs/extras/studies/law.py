@@ -152,7 +152,8 @@ def check_branch(stage: Stage, available: Available) -> None:
 def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
     """Link the trunk's commit at step `begin` as the branch's first commit, from which the branch then resumes.
 
-    Raises DataError if the trunk has no such commit, and CheckpointError.
+    Raises DataError if the trunk has no such commit, CheckpointError if the commit is damaged, or OSError if its files
+    cannot be linked or copied.
     """
     trunk = Path(context.campaign.path_of(cfg.init or ""))
     commits = checkpoints_in(trunk / "checkpoints")
@@ -180,7 +181,7 @@ def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
 
 
 def check_law(stage: Stage, available: Available) -> None:
-    """Raise ConfigError if a law predicts a metric that the stage lacks, or needs axes unknown before the run."""
+    """Raise ConfigError if a law predicts a metric that the stage lacks, or needs a value unknown before the run."""
     law = stage.config.law
     link = reference(law)
     path = Path(available.campaign.path_of(law))
