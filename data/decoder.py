@@ -77,7 +77,7 @@ class DecodeTask(NamedTuple):
 
 @dataclass(frozen=True)
 class BadSample:
-    """A replaced sample, and the reason."""
+    """A bad sample that was replaced, and the reason."""
 
     shard: str
     key: str
@@ -255,7 +255,7 @@ def send_heartbeat(connection: Connection) -> None:
 
 
 def main(connection: Connection, memory: mmap) -> None:
-    """Serve tasks until the loader exits (EOFError or OSError); the first message is the decoder."""
+    """Receive the decoder, then run tasks until the loader exits (EOFError or OSError)."""
     # Raise the limit of open files to the maximum: every mapped shard holds one, and many are open.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
@@ -325,7 +325,7 @@ class DecoderProcess:
         self.connection = Connection(ours.detach())
 
     def send_decoder(self) -> None:
-        """Send the decoder; separate from `start`, so that all processes start before the first send blocks."""
+        """Send the decoder to its process; separate from `start`, so that all processes start before a send blocks."""
         # An index may exceed the socket buffer, so the send blocks until the process reads. If the process is already
         # dead, `result` notices.
         with suppress(OSError):

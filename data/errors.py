@@ -1,7 +1,7 @@
 """Exit codes of all commands, and the exceptions that carry them.
 
-This module imports nothing from the project, so every package can use it. Only the `models` package does not use it: it
-raises ValueError, and its callers decide which exit code applies.
+This module imports nothing from the project, so every package can use it. The `models` package raises ValueError
+instead, and its callers choose the exit code.
 """
 
 from enum import IntEnum

@@ -72,7 +72,7 @@ class Order:
 
     `tail` decides what happens to the last samples of an epoch if they do not fill a batch. "carry" completes that
     batch with samples of the next epoch, so every sample is used exactly once per epoch. "drop" skips the samples.
-    Raises ValueError if a number is below 1, the shards are empty, or "drop" leaves no complete batch.
+    Raises ValueError if an argument is below 1, all shards are empty, or "drop" leaves no complete batch.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ THEIR_PREPROCESSOR = "preprocessor_config.json"  # of transformers; timm stores 
 
 
 def foreign() -> Any:
-    """Import and return the module (and torch) that reads and writes the formats of other projects.
+    """Import torch and the module that reads and writes the formats of other projects, and return the module.
 
     Raises ValueError if the module is not installed.
     """

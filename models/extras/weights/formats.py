@@ -1,7 +1,7 @@
 """Read and write the weight formats of other projects: `models.load`, `models.save` and others call this module.
 
 How `load` recognises a path, first match wins:
-1. a name that contains .npz is an official file;
+1. a file whose name contains .npz is an official file;
 2. a .pth file comes from DINOv2, from DINOv3, or from a repository that uses timm's names;
 3. a .safetensors file, or a directory with model.safetensors, comes from timm or Hugging Face; config.json or the keys
    show which.
