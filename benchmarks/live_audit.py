@@ -115,12 +115,15 @@ def train_with_flips(task: dict[str, Any]) -> list[dict[str, Any]]:
         if fault is not None and self.part is not None and not now["is_planted"]:
             now["is_planted"] = True
             flip(self.part, place_of(self, fault), fault["bit"])
+        return close_part(self, rate, numbers)
+
+    def settling(self: live_audit.LiveAudit) -> None:
+        settle(self)
         fault = fault_of("moment", "weight")
         if fault is not None and not now["is_planted"]:
             # Undo the flip after its discovery: the update would spread it, and a run with NaN never updates again.
             now["is_planted"] = True
-            flip(*state_of(self, fault), fault["bit"])
-        return close_part(self, rate, numbers)
+            flip(*state_of(self.engine, fault), fault["bit"])
 
     def adding(self: ExactEngine, loss: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
         result = added(self, loss, part)
@@ -141,6 +144,7 @@ def train_with_flips(task: dict[str, Any]) -> list[dict[str, Any]]:
         return batch if fault is None else flipped(batch, fault)
 
     decode = live_audit.LiveAudit.batches
+    settle = live_audit.LiveAudit.settle
 
     def decoding(self: Any, *args: Any) -> Any:
         for batch in decode(self, *args):
@@ -150,6 +154,7 @@ def train_with_flips(task: dict[str, Any]) -> list[dict[str, Any]]:
     ExactEngine.end_micro_batch = closing  # type: ignore[method-assign]
     ExactEngine.added = adding  # type: ignore[method-assign]
     live_audit.LiveAudit.accuse = accuse  # type: ignore[method-assign]
+    live_audit.LiveAudit.settle = settling  # type: ignore[method-assign]
     live_audit.LiveAudit.batches = decoding  # type: ignore[method-assign]
     train.take_step, train.next_batch = taking, batch_of  # type: ignore[assignment]
     train.train(task)

@@ -134,6 +134,17 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     return str(newest.path)
 
 
+def resume_command(run: Path) -> str:
+    """Return the last command on a run, which resumes it, or a general one if the last cannot be used again."""
+    command = "python -m jobs run RECIPE"
+    with suppress(OSError, ValueError, KeyError):
+        status = json.loads((run / "status.json").read_text())
+        # Do not suggest a refused command, or the command of a submitted job, whose recipe is only in its environment.
+        if status["exit_code"] not in (ExitCode.USAGE, ExitCode.CONFIG) and " env:" not in status["command"]:
+            command = status["command"]
+    return command
+
+
 def not_finished(stage: StageFolder) -> DataError:
     """Return the error for an unfinished stage; the message reports its progress and how to get its weights."""
     run = stage.path.parent
@@ -141,13 +152,7 @@ def not_finished(stage: StageFolder) -> DataError:
     place = "has not reported a step yet"
     if last is not None:
         place = f"is at step {last['step']} of {last['steps']}"
-    command = "python -m jobs run RECIPE"
-    with suppress(OSError, ValueError, KeyError):
-        status = json.loads((run / "status.json").read_text())
-        # Do not suggest a refused command, or the command of a submitted job, whose recipe is only in its environment.
-        if status["exit_code"] not in (ExitCode.USAGE, ExitCode.CONFIG) and " env:" not in status["command"]:
-            command = status["command"]
-    text = f"{run / stage.name} has not finished: {stage.path.name} {place}\n  to resume it, run {command}"
+    text = f"{run / stage.name} has not finished: {stage.path.name} {place}\n  to resume it, run {resume_command(run)}"
     for checkpoint in committed(stage.path / CHECKPOINTS)[:1]:
         text += (
             f"\n  to use the weights of its newest checkpoint (step {step_of(checkpoint)}), run\n"

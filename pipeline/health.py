@@ -158,7 +158,8 @@ class Health:
             raise Diverged(
                 f"{happened}; excluding steps {stretch.start + 1} … {stretch.stop} did not help\n"
                 f"  {weights}\n"
-                "  lower optim.lr, or increase optim.schedule.warmup_steps"
+                f"  lower optim.lr, for example optim.lr={self.cfg.optim.lr / 10:g}, or increase "
+                "optim.schedule.warmup_steps"
             )
         # Earlier ranges stay in the file: a run that falls back to a checkpoint before them must exclude them again.
         if dist.get_rank() == 0:

@@ -23,7 +23,6 @@ from pipeline import config
 from pipeline.training_config import TrainConfig
 
 if TYPE_CHECKING:  # these modules import torch, which recipe checks must not
-    from data.loader import Batch
     from pipeline.worker import Job, Progress, Setup
 
 HookOptions = Mapping[str, Mapping[str, Any]]  # "module:Class" → arguments of its constructor
@@ -93,9 +92,6 @@ class Hook:
     def masked(self, step: int, shard: np.ndarray, sample: np.ndarray) -> np.ndarray | None:
         """Return a boolean array of the samples to mask in a step (counted from 0), or None to mask nothing."""
         return None
-
-    def after_backward(self, step: int, number: int, batch: "Batch") -> None:
-        """Collective: inspect a micro-batch and its gradient, before it is added to those of the other workers."""
 
     def before_save(self, progress: "Progress") -> None:
         """Collective: update state that is about to be saved in this step's checkpoint."""

@@ -206,8 +206,6 @@ def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> StepOutcom
         phases.enter("backward", step)
         engine.backward(micro_batch_loss * weight)
         loss_sum = loss_sum + micro_batch_loss.detach()
-        for hook in worker.hooks:
-            hook.after_backward(step, number, batch)
         # Free their memory before the optimizer step, which allocates some.
         del batch, images, micro_batch_loss
         phases.enter("reduce", step)

@@ -77,7 +77,7 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
             raise ClusterError(
                 f"RAY_ADDRESS={address} is the address of a dashboard, which only submit accepts\n"
                 f"  expected the HOST:PORT that `ray start --head` printed\n"
-                f"  run python -m jobs submit instead of run, or set RAY_ADDRESS=HOST:6379"
+                f"  set RAY_ADDRESS=HOST:6379, or submit the recipe to this cluster: python -m jobs submit RECIPE"
             )
         # Ray's client reads the token file only if RAY_AUTH_MODE is set; otherwise the head rejects it (401).
         embedded.use_token_if_any()

@@ -1,7 +1,7 @@
 """Hook that repeats randomly drawn parts of steps on another worker, and compares the results (`health.audit`).
 
 Exact mode only: there, a part of a step (pipeline/engine/exact.py) has the same bits on every worker. In a drawn step:
-1. Every worker notes checksums of one of its parts: pixels, labels, each parameter's gradient, and the loss.
+1. Every worker notes checksums of one of its parts: each parameter's gradient, and the loss.
 2. Every worker decodes another worker's part again, and repeats its forward and backward passes.
 3. During the update, every worker copies a slice of its master weights, moments and gradient, before and after. Another
    worker repeats the update of the slice.
@@ -90,14 +90,13 @@ class LiveAudit(Hook):
     def begin(self, worker: "Setup", progress: "Progress") -> None:
         """Register with the optimizer, whose updates are compared."""
         self.worker = cast("Worker", worker)
+        self.progress = progress  # counts the steps
         assert isinstance(worker.engine, ExactEngine), "SpikeConfig requires exact mode"
         self.engine: ExactEngine = worker.engine
         self.rank = worker.group.rank
         self.world = worker.group.world
-        self.names = ["pixels", "labels", *(f"gradient of {name}" for name in self.engine.sizes), "loss"]
+        self.names = [*(f"gradient of {name}" for name in self.engine.sizes), "loss"]
         self.drawn: Draw | None = None
-        self.step = -1
-        self.sums = torch.zeros(2, dtype=torch.float64, device=worker.group.device)  # of pixels and labels in the part
         self.updates: list[Update] = []
         self.audited = 0  # parts of this worker
         self.engine.note_part = self.audit_part
@@ -107,48 +106,38 @@ class LiveAudit(Hook):
 
     # -------------------------------------------------------------------- parts of steps
 
-    def after_backward(self, step: int, number: int, batch: Batch) -> None:
-        """Collective: finish the audit of the previous step, and add up the pixels of each drawn part."""
-        if step != self.step:
-            self.settle()
-            self.step = step
-            self.drawn = draw(self.cfg.seed, step, self.cfg.health.audit, self.world, self.engine.parts_here)
-        if self.drawn is None:
-            return
-        if number % self.engine.part_length == 0:
-            self.sums.zero_()
-        self.sums += sums_of(batch)
-
     def audit_part(self, number: int, part: Tensor) -> None:
         """Collective: repeat a drawn part on another worker, and compare. Raises CorruptWorker."""
+        if number == 0:
+            self.settle()
+            step = self.progress.step
+            self.drawn = draw(self.cfg.seed, step, self.cfg.health.audit, self.world, self.engine.parts_here)
         drawn = self.drawn
         if drawn is None or number not in drawn.parts:
             return
-        own = self.checksums(part, self.sums)
+        own = self.checksums(part)
         other = self.repeat(drawn, number, (self.rank - drawn.shift) % self.world)
         self.audited += 1
         self.compare(own, other, lambda rank: self.repeat(drawn, number, rank), self.names)
 
-    def checksums(self, part: Tensor, sums: Tensor) -> Tensor:
-        """Return the sums of pixels and labels, and the checksums of each parameter's gradient and of the loss."""
-        return torch.cat([sums, torch.stack([checksum(span) for span in part.split(self.engine.spans)])])
+    def checksums(self, part: Tensor) -> Tensor:
+        """Return the checksums of each parameter's gradient and of the loss."""
+        return torch.stack([checksum(span) for span in part.split(self.engine.spans)])
 
     def repeat(self, drawn: Draw, number: int, rank: int) -> Tensor:
         """Collective: repeat part `number` of a worker from its shards on; return the checksums."""
         worker = self.worker
         engine = self.engine
         part = None
-        sums = torch.zeros_like(self.sums)
         samples = samples_in_mean(planned_ids(worker, drawn.step))
         weight = self.world * worker.data.arithmetic.accumulation / samples
         with closing(self.batches(drawn, number, rank)) as batches:
             for batch in batches:
-                sums += sums_of(batch)
                 images = begin_forward(worker, drawn.step, batch)
                 loss = OBJECTIVES[worker.cfg.objective](worker, drawn.step, images, batch)
                 part = engine.added(loss * weight, part)
         assert part is not None
-        return self.checksums(part, sums)
+        return self.checksums(part)
 
     def batches(self, drawn: Draw, number: int, rank: int) -> Generator[Batch]:
         """Decode the micro-batches of a worker's part again."""
@@ -325,11 +314,6 @@ class LiveAudit(Hook):
         if kind == "train":
             values["audited_parts"] = self.audited
         return ""
-
-
-def sums_of(batch: Batch) -> Tensor:
-    """Return the sums of a micro-batch's pixels and labels; a single flipped bit changes one of them."""
-    return torch.stack([batch.images.sum(dtype=torch.int64), batch.labels.sum(dtype=torch.int64)]).double()
 
 
 def gathered(tensor: Tensor, world: int) -> list[Tensor]:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from data.errors import ClusterError, DataError, UsageError
+from data.errors import ClusterError, DataError, PatchlineError, UsageError
 from jobs.extras.replays.stretch import Replays
 from jobs.terminal import echo
 from pipeline.checkpoints.manifest import read_manifest
@@ -107,8 +107,8 @@ def audit(
     output: str | None,
     key: str | None,
     overrides: Sequence[str],
-) -> None:
-    """Repeat stretches of a run's steps, print a line for each, and write audit.json.
+) -> dict[str, Any]:
+    """Repeat stretches of a run's steps, print a line for each, and write audit.json; return its content.
 
     Raises DataError if a stretch differs, or ClusterError if different conditions on this machine may be the reason;
     also UsageError, and any error that a run raises.
@@ -167,7 +167,7 @@ def audit(
         "verdict": "differs" if differing else "equal",
         "stretches": [asdict(finding) for finding in findings],
     }
-    replays.report(report, values)
+    document = replays.report(report, values)
     if key is not None:
         Path(f"{report}.sig").unlink(missing_ok=True)
         command = ["ssh-keygen", "-Y", "sign", "-f", key, "-n", SIGNED_AS, str(report)]
@@ -180,16 +180,20 @@ def audit(
         echo(f"signed: {report}.sig; to verify it, run: {verify}")
     if differing and all(finding.verdict == OTHER_HARDWARE for finding in differing):
         conditions = sorted({name for finding in differing for name in finding.conditions})
-        raise ClusterError(
+        error: PatchlineError = ClusterError(
             f"cannot audit {replays.name} here: this machine differs from that of the run in {', '.join(conditions)}, "
             f"which changes the last bits; both values are in {report}\n"
             "  repeat the audit under the conditions of the run: the same processor, libraries, threads and variables"
         )
-    if differing:
-        raise DataError(
+    elif differing:
+        error = DataError(
             f"{replays.name} differs from a repetition of its steps: {differing[0]}\n"
             f"  the repeated steps are in {replays.folder}; to compare them with the run, use checkpoints diff"
         )
+    else:
+        return document
+    error.details = document
+    raise error
 
 
 def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Finding]:

@@ -190,7 +190,7 @@ class Replays:
         echo(line)
         self.log_lines.append(line.strip())
 
-    def report(self, path: Path, values: Mapping[str, Any]) -> None:
+    def report(self, path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
         """Write the result with its provenance: the original run, date, machine and code version."""
         provenance = {
             "run": str(self.stage.folder.parent),
@@ -207,3 +207,4 @@ class Replays:
         path.parent.mkdir(parents=True, exist_ok=True)
         artifacts.write_record(path, {**provenance, **values})
         echo(f"written: {path}")
+        return {"record": str(path), **provenance, **values}

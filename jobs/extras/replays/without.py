@@ -12,6 +12,7 @@
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,8 +43,8 @@ def without(
     to: int | None,
     output: str | None,
     overrides: Sequence[str],
-) -> None:
-    """Repeat the steps of a run without some samples, and print how the results change.
+) -> dict[str, Any]:
+    """Repeat the steps of a run without some samples; print and return how the results change.
 
     Raises UsageError, DataError if a sample or shard is not in the run's data, and any error that a run raises.
     """
@@ -131,8 +132,9 @@ def without(
         "statement": "these weights are those of the run in which the removed samples had the weight 0 from step 1 on",
         "equals_run": are_equal,
     }
-    replays.report(replays.folder / "audit.json", values)
+    document = replays.report(replays.folder / "audit.json", values)
     echo(f"the run without the samples: {repeated.folder}")
+    return {**document, "folder": str(repeated.folder)}
 
 
 def masked_ranges(index: Index, samples: str | None, shards: Sequence[str]) -> list[list[int]]:
