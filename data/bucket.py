@@ -56,7 +56,7 @@ os.register_at_fork(after_in_child=forget_credentials)
 
 
 class Bucket:
-    """A run's files under a URL; `local` is scratch space on this node, which may be empty whenever a command starts.
+    """A run's files under a URL; `local` is a scratch folder on this node, and may be empty when a command starts.
 
     `Folder` documents the methods that both classes share.
     """

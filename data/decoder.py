@@ -4,8 +4,8 @@ How a task is processed:
 
 1. The loader sends (task, offset): the slots to decode, and the offset of the result in shared memory.
 2. The order determines which samples belong to these slots. A global batch is computed once for all tasks of its step.
-3. For every slot, the reader returns the bytes of the sample. The random numbers for crop, flip and distortion come
-   from a key of the seed and the sample's id (epoch, shard, sample), so they do not depend on the process.
+3. For every slot, the reader returns the bytes of the sample. The random numbers for crop, flip and distortion are
+   derived from the seed and the sample's id (epoch, shard, sample), so they do not depend on the process.
 4. The pixels, labels and ids are written into the row of the slot.
 5. A bad sample is replaced with the next good one in its lane. The result names every bad sample.
 6. The result, `Done`, goes back through the pipe: the bad samples, and the time spent reading and decoding.

@@ -114,7 +114,7 @@ class EvaluationSet:
         return shard, row - int(self.index.starts[shard])
 
     def load(self, place: tuple[int, int], stored: tuple[str, bytes, bytes]) -> LoadedSample:
-        """Preprocess one sample, given as (key, image bytes, label bytes); a bad sample gets its reason instead."""
+        """Preprocess one sample, given as (key, image bytes, label bytes); for a bad sample, return the reason."""
         key, encoded, raw_labels = stored
         try:
             labels = read_labels(raw_labels, self.index, self.max_labels)

@@ -395,7 +395,8 @@ def path_in_errors(path: Path, content_bytes: int | None = None, *, instead_of: 
 def error_text(error: OSError) -> str:
     """Describe an OSError in one line: the reason, the file and any exhausted resource with its limit.
 
-    Disk full: the free bytes or inodes. Quota, file-size limit and open files: the limit and how to show it.
+    For a full disk, the line states the free bytes or inodes; for a quota, a file-size limit or too many open files, it
+    states the limit and how to display it.
     """
     if error.errno in OUT_OF_HANDLES:
         name = f": {error.filename}" if error.filename is not None else ""

@@ -95,7 +95,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 class QVBiasLinear(nn.Linear):
-    """One packed projection for q, k and v in which k has no bias: `bias` (2 D) belongs to q, then v."""
+    """One packed projection for q, k and v, without a bias for k: `bias` (2 D) contains those of q and v."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 3 * width, bias=False)

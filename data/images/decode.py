@@ -209,7 +209,7 @@ def read_webp(data: bytes) -> Header:
 
 
 def decode(data: bytes) -> np.ndarray:
-    """Return the whole image as RGB (H, W, 3) uint8; raises BadImage."""
+    """Return the whole image as RGB (H, W, 3) uint8; raises BadImage if it cannot be decoded."""
     return decode_whole(data, read_header(data))
 
 
@@ -223,7 +223,7 @@ def decode_whole(data: bytes, header: Header) -> np.ndarray:
 
 
 def decode_cmyk(data: bytes, header: Header) -> np.ndarray:
-    """Decode a four-channel JPEG to RGB, as TensorFlow's decode_jpeg does; raises BadImage.
+    """Decode a four-channel JPEG to RGB, as TensorFlow's decode_jpeg does; raises BadImage if that fails.
 
     With an Adobe marker, the stored values are inverted: r = k · c / 255. Without a marker,
     r = (255 - k)(255 - c) / 255 (tensorflow/core/lib/jpeg/jpeg_mem.cc).
@@ -260,7 +260,7 @@ def without_metadata(png: bytes) -> bytes:
 
 
 def opencv_decode(data: bytes, flags: int) -> np.ndarray:
-    """Decode an image with OpenCV and these flags; raises BadImage."""
+    """Decode an image with OpenCV and these flags; raises BadImage if OpenCV cannot decode it."""
     is_png = data.startswith(PNG_START)
     if is_png and (ANIMATION in data or len(data) > LARGEST_TEXT):
         data = without_metadata(data)
@@ -277,7 +277,7 @@ def opencv_decode(data: bytes, flags: int) -> np.ndarray:
 
 
 def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndarray:
-    """Return the pixels inside `box`, for a JPEG at 1/2, 1/4 or 1/8 scale if each side keeps `covering` pixels.
+    """Return the pixels inside `box`; a JPEG is decoded at down to 1/8 scale if `covering` pixels per side remain.
 
     Only the box is decoded; at a reduced scale, its edges move by at most half a reduced pixel. With `covering` 0, the
     scale is not reduced. Raises BadImage.
@@ -377,9 +377,9 @@ def compile_binding() -> Path:
 
 
 def decode_region(data: bytes, denominator: int, region: tuple[int, int, int, int]) -> np.ndarray:
-    """Decode a region at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); raises BadImage.
+    """Decode a region of a JPEG at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3).
 
-    The region is (y, x, h, w) in pixels of the reduced image.
+    The region is (y, x, h, w) in pixels of the reduced image. Raises BadImage if it cannot be decoded.
     """
     y, x, h, w = region
     binding = library()

@@ -44,7 +44,10 @@ HELD_PER_BYTE = 3.6  # bytes of Python objects per byte of JSON: 139 MiB for 38 
 
 
 def load_index(path: str | os.PathLike[str]) -> Index:
-    """Load an index from its JSON file, or from a folder with exactly one index; raises DataError."""
+    """Load an index from its JSON file, or from a folder with exactly one index.
+
+    Raises DataError if the index is missing, invalid or altered, or if the folder has several.
+    """
     if "://" in str(path):
         raise DataError(f"{path}: an index must be local; create one with `python -m jobs index URL --output FOLDER`")
     path = Path(path)

@@ -410,7 +410,7 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
 
 
 def read_number(digits: bytes) -> int:
-    """Parse a number in a header: octal digits or, if the first byte marks it, base 256; raises ValueError."""
+    """Parse a number in a header: octal digits, or base 256 after the byte 0x80; raises ValueError for other text."""
     # Eleven octal digits are limited to 8 GiB; larger sizes use base 256.
     if digits[0] == 0x80:
         return int.from_bytes(digits[1:], "big")

@@ -116,7 +116,7 @@ class Cache:
 
     @contextmanager
     def turn(self, path: Path) -> Iterator[None]:
-        """Hold the lock of one shard; while another process downloads it, report progress if that process is alive."""
+        """Hold the lock of a shard; while another process holds it to download the shard, report that progress."""
         # Poll the lock instead of blocking: a blocked call could neither be stopped nor report progress to the loader.
         part = path.with_suffix(".part")
         known_ns = -1
@@ -189,9 +189,9 @@ class Cache:
     def with_retries(self, url: str, ask: Callable[[], Answer], waiting: Callable[[], object] | None = None) -> Answer:
         """Return the result of `ask`, with the retries of `Retry`.
 
-        `waiting` (default: `progress`) is called during the pauses for which the store asks. Raises DataError for a
-        missing file, a refused address or a missing client package; StorageError if all attempts fail or `stopped()` is
-        true.
+        `waiting` (default: `progress`) is called during the pauses that the store requests. Raises DataError for a
+        missing file, a refused address or a missing client package, or StorageError if all attempts fail or `stopped()`
+        is true.
         """
         retry = Retry(self.cfg.attempts, self.cfg.backoff_s, self.stopped, waiting or self.progress)
         try:

@@ -220,11 +220,12 @@ def never() -> bool:
 
 
 class Retry:
-    """Retries a failed request, up to `attempts` attempts or until `stopped()`; `attempts` may be lowered meanwhile.
+    """Retries a failed request, up to `attempts` attempts or until `stopped()`; `attempts` may be lowered at any time.
 
     The pause before the second attempt is at most `backoff_s`, and the limit doubles with every attempt. If the store
-    itself asks for a pause (status 429 or 503 with `Retry-After`), the next request follows after this pause, and the
-    refused request does not count as an attempt: the store works. `waiting` is called several times a second meanwhile.
+    itself requests a pause (status 429 or 503 with `Retry-After`), the next request follows after this pause, and the
+    refused request does not count as an attempt, because the store works. `waiting` is called several times a second
+    during these pauses.
     """
 
     def __init__(

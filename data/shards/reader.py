@@ -272,7 +272,7 @@ class ShardReader:
         return image, tar[row.label : row.label + row.label_size]
 
     def _comes_by_range(self, number: int) -> bool:
-        """Return whether samples of this shard must be read by range: this node does not have the remote shard yet."""
+        """Return whether samples of this shard are read by range; false once the whole shard is on this node."""
         if self.ranges is None or self.ranges.given_up or self.ranges.stopped or number in self._open:
             return False
         shard = self.index.shards[number]

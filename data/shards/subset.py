@@ -151,8 +151,8 @@ def make_subsets(
 ) -> list[Index]:
     """Write an index of the chosen samples of `parent` for each part, each to a separate folder.
 
-    `report` gets the number of examined shards and the total; `cache` configures downloads of remote shards. Raises
-    DataError if a rule chooses no samples or refers to missing ones, or if a tar is missing.
+    `report` is called with the number of examined shards and the total; `cache` configures downloads of remote shards.
+    Raises DataError if a rule chooses no samples or refers to missing ones, or if a tar is missing.
     """
     # 1. A subset must not overwrite a set, the tables of a set, or another subset.
     tables = {table_path(Path(), shard.name) for shard in parent.shards}

@@ -1,4 +1,4 @@
-"""File names in a weights folder, and readers for the small files, which do not need torch.
+"""File names in a weights folder, and functions that read its small files without torch.
 
     weights.safetensors + model.json    our format, passed from stage to stage; optionally with
     classes.json, preprocessing.json    the class names, and the preprocessing used in evaluation

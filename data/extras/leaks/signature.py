@@ -58,7 +58,7 @@ class Signature(NamedTuple):
 
 
 def signature(data: bytes) -> Signature:
-    """Return the signature of an encoded image; raises BadImage."""
+    """Return the signature of an encoded image; raises BadImage if it cannot be decoded."""
     grey = trimmed(grey_of(data))
     height, width = grey.shape
     square = squashed(grey, SIDE).astype(np.float32)
@@ -72,7 +72,10 @@ def signature(data: bytes) -> Signature:
 
 
 def grey_of(data: bytes) -> np.ndarray:
-    """Decode an image upright to greyscale (H, W), at a reduced scale with at least SIDE pixels; raises BadImage."""
+    """Decode an image upright to greyscale (H, W), at a reduced scale with at least SIDE pixels.
+
+    Raises BadImage if the image cannot be decoded.
+    """
     header = read_header(data)
     reduced = {
         1: cv2.IMREAD_GRAYSCALE,
@@ -130,7 +133,7 @@ def squashed(grey: np.ndarray, side: int) -> np.ndarray:
 
 
 def pixel_digest(data: bytes) -> bytes:
-    """Return the sha256 of an image's shape and pixels, decoded as in training; raises BadImage."""
+    """Return the sha256 of an image's shape and pixels, decoded as in training; raises BadImage if that fails."""
     pixels = decode(data)
     return sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
 

@@ -110,7 +110,7 @@ class FoundSet:
         return len(self.class_counts)
 
     def gap_in_ids(self) -> str:
-        """Return a note if most class ids below the largest have no images, because that id may be a mistake; or ""."""
+        """Return a note if most class ids below the largest have no images, a likely mistake; "" otherwise."""
         return gap_in_ids(len(self.class_counts), self.classes) if self.are_ids else ""
 
     @property
@@ -284,7 +284,7 @@ def known_sets(place: Path) -> Sets | None:
 
 
 def parts_of(place: str) -> tuple[str, str | None]:
-    """Return the path of the training images, and that of separate evaluation images, or None if there are none."""
+    """Return the paths of training and evaluation images; the latter is None if there are no separate images."""
     path = Path(place)
     # Descend through folders that contain nothing except another folder.
     while path.is_dir():

@@ -73,7 +73,7 @@ def class_names(described: dict[str, Any]) -> list[str]:
 
 
 def form_of(path: str | Path) -> dict[str, Any]:
-    """Return the architecture that another library's files name, so that an export can use the same one.
+    """Return the architecture named in another library's files, so that an export can use the same architecture.
 
     The result contains transformers' model_type, or timm's architecture with its arguments; it is empty if the files
     name neither.

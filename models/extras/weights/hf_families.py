@@ -160,7 +160,7 @@ class Family:
         return {"representation": None if config.classes else config.representation} if self.pooler else {}
 
     def as_stored(self, config: ViTConfig) -> ViTConfig:
-        """Return the equivalent config in a file of this family, which stores positions as one learned table."""
+        """Return the equivalent config for this family's files, which store positions as one learned table."""
         if config.positions == "none":
             return config
         return replace(config, positions="learned", class_slot=self.slots > 0)
@@ -299,7 +299,7 @@ class DINOv2(Family):
 
 
 def mlp_ratio(hidden: int, width: int, is_gated: bool) -> int:
-    """Return DINOv2's mlp_ratio for an MLP of this hidden width; raises ValueError if no whole ratio results in it."""
+    """Return DINOv2's mlp_ratio for an MLP of this hidden width; raises ValueError if no integer ratio matches."""
     # transformers accepts only whole numbers.
     for ratio in range(1, 17):
         result = width * ratio
