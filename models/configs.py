@@ -495,7 +495,7 @@ def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
 
 
 def keeps_head(source: ModelConfig, target: ModelConfig, new_head: bool) -> bool:
-    """Return whether a transfer keeps the source's head, and so the meaning of its outputs."""
+    """Return whether a transfer keeps the source's head, and therefore the meaning of its outputs."""
     if new_head or source.family != target.family:
         return False
     return all(getattr(source, name) == getattr(target, name) for name in source.head_fields)

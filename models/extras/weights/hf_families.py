@@ -117,7 +117,7 @@ class Family:
         return packed(".qkv.", self.parts)
 
     def stored_shape(self, key: str, shape: Shape, config: ModelConfig) -> Shape:
-        """Return the shape in which a parameter, of shape `shape` in our model, is stored."""
+        """Return the stored shape of a parameter whose shape in our model is `shape`."""
         return shape
 
     def adapt(self, stored: dict[str, Tensor], prefix: str, known: ConfigFields) -> dict[str, Tensor]:
