@@ -72,7 +72,7 @@ class Order:
 
     `tail` decides what happens to the last samples of an epoch if they do not fill a batch. "carry" completes that
     batch with samples of the next epoch, so every sample is used exactly once per epoch. "drop" skips the samples.
-    Raises ValueError if a number is below 1, the shards are empty, or "drop" leaves no complete batch.
+    Raises ValueError if an argument is below 1, all shards are empty, or "drop" leaves no complete batch.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class Mixture:
 
 
 def shares(batch_size: int, weights: Sequence[float]) -> list[int]:
-    """Return the number of slots for each weight, by largest remainder; raises ValueError if a set gets none."""
+    """Return the number of slots of each data set, by weight and largest remainder; ValueError if a set gets none."""
     exact = [batch_size * weight / sum(weights) for weight in weights]
     counts = list(map(int, exact))
     remainders = np.subtract(exact, counts)

@@ -4,7 +4,7 @@
 their https addresses, from which this module reads.
 
 `read_range` works for every scheme, and so do the functions of listing.py. Each sends one request; only `Retry` repeats
-requests to an object store, with exponential backoff and jitter, or after the pause for which the store asks.
+requests to an object store, with exponential backoff and jitter, or after the pause that the store requests.
 
     read_range("s3://bucket/train-000000.tar", 0, 512, 30.0)   →   the first 512 bytes
 
@@ -222,11 +222,12 @@ def never() -> bool:
 
 
 class Retry:
-    """Retries a failed request, up to `attempts` attempts or until `stopped()`; `attempts` may be lowered meanwhile.
+    """Retries a failed request, up to `attempts` attempts or until `stopped()`; `attempts` may be lowered at any time.
 
     The pause before the second attempt is at most `backoff_s`, and the limit doubles with every attempt. If the store
-    itself asks for a pause (status 429 or 503 with `Retry-After`), the next request follows after this pause, and the
-    refused request does not count as an attempt: the store works. `waiting` is called several times a second meanwhile.
+    itself requests a pause (status 429 or 503 with `Retry-After`), the next request follows after this pause, and the
+    refused request does not count as an attempt, because the store works. `waiting` is called several times a second
+    during these pauses.
     """
 
     def __init__(
@@ -547,7 +548,7 @@ class SameHostHandler(urllib.request.HTTPRedirectHandler):
     """Follows redirects; only a redirect within a host keeps the Authorization header."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
-        """Return the request that follows a redirect."""
+        """Return the request that follows a redirect, with the Authorization header only if the host is the same."""
         redirected = super().redirect_request(req, fp, code, msg, headers, newurl)
         authorization = req.get_header("Authorization")
         if redirected is not None and authorization and redirected.host == req.host:

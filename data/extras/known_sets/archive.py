@@ -57,7 +57,7 @@ def text_of(content: bytes, name: str) -> str:
 
 
 def first_present(folder: str | os.PathLike[str], names: Collection[str], page: str) -> Path:
-    """Return the path of the first of these names that exists in a folder; raises DataError if none exists."""
+    """Return the path of the first file or folder in `names` that exists in `folder`; DataError if none does."""
     folder = Path(folder)
     for name in names:
         if (folder / name).exists():
