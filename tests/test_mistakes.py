@@ -383,6 +383,7 @@ def test_a_stage_that_starts_over_lists_the_changed_keys(desk, monkeypatch, caps
         "(kept): batch_size: 8 → 16, steps: 12 → 24\n" in out or "(kept): steps: 12 → 24, batch_size: 8 → 16\n" in out
     )
     assert f"to start from those weights instead of random ones, set pretrain.init={folder}" in out
+    assert "train longer" not in out, "the batch size has changed too"
 
 
 def test_another_model_name_keeps_no_sizes_of_the_first(desk, monkeypatch, capsys):
