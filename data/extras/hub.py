@@ -149,9 +149,10 @@ def request_file(url: str, timeout_s: float, byte_range: str) -> Iterator[http.c
     """Context manager that yields the response to a range request; raises the errors of `request_https`."""
     with ExitStack() as stack:
         answer = None
-        if url in _signed:
+        signed = _signed.get(url)  # another thread may clear the table
+        if signed is not None:
             try:
-                answer = stack.enter_context(request_https(_signed[url], timeout_s, byte_range))
+                answer = stack.enter_context(request_https(signed, timeout_s, byte_range))
             except Throttled:
                 raise
             except OSError as error:
