@@ -1,10 +1,13 @@
 """Exit codes of all commands, and the exceptions that carry them.
 
-This module imports nothing from the project, so every package can use it. Only the `models` package does not use it: it
-raises ValueError, and its callers decide which exit code applies.
+This module imports nothing from the project, so every package can use it. The `models` package raises ValueError
+instead, and its callers choose the exit code.
 """
 
+from collections.abc import Mapping
 from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -23,9 +26,14 @@ class ExitCode(IntEnum):
 
 
 class PatchlineError(Exception):
-    """An error for the user; its message has one line each for the problem, the expectation and the remedy."""
+    """An error for the user; its message has one line each for the problem, the expectation and the remedy.
+
+    The first line is the problem. A line that contains a command ends with the command. With `--json`,
+    jobs/json_output.py derives the next steps from these lines.
+    """
 
     exit_code: int | None = ExitCode.INTERNAL
+    details: Mapping[str, Any] = MappingProxyType({})  # other values of the JSON document, such as a list of checks
 
 
 class UsageError(PatchlineError):

@@ -7,7 +7,8 @@
 2. Look up the command in COMMANDS, which maps each command to "module:function". Import only that module, and let
    typer call the function with the arguments (jobs/commands/lazy_group.py).
 3. The function imports torch, Ray and other slow packages only when it is called, to keep `--help` fast.
-4. Turn any exception into one message on stderr and an exit code from the table in data/errors.py.
+4. Print the lines of the command's answer (jobs/answer.py) or, with --json, its document (jobs/json_output.py).
+5. Turn any exception into one message on stderr and an exit code from the table in data/errors.py.
 
 This is the only file that imports from both the core and the extras.
 """
@@ -22,6 +23,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -39,8 +41,9 @@ from typer.main import get_install_completion_arguments
 
 from data.checks import printable_lines
 from data.errors import ExitCode, UsageError, exit_code
+from jobs.answer import Answer, Document
 from jobs.commands.lazy_group import CommandTable, LazyGroup
-from jobs.terminal import activity, handle_of, program, write_last
+from jobs.terminal import activity, echo, handle_of, program, write_last
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -51,6 +54,7 @@ EXIT_CODES = (
 )
 
 VERSION = "0.1.0"  # as in pyproject.toml
+HELP = {"-h", "--help"}
 STREAMS = {"logs", "run"}  # commands that stream worker or job output and show their own progress
 UNWRITTEN_CODE = 120  # Python's exit code if it cannot write the rest of its output
 SIGPIPE_CODE = 128 + signal.SIGPIPE  # the exit code that shells report for a program killed by a closed pipe
@@ -298,59 +302,70 @@ def leave(code: int) -> NoReturn:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command and return its exit code; print errors to stderr."""
+    """Run a command and return its exit code; print errors to stderr, or as a document if --json is given."""
     words = sys.argv[1:] if arguments is None else arguments
     # Without a command, print the help, as `git` and `ray` do.
     words = words or ["--help"]
-    if words[0] == "--version":
-        print_version()
-        return ExitCode.DONE
-    parser = LazyGroup(COMMANDS, "patchline", help="Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES)
-    parser.params += get_install_completion_arguments()
-    if "_PATCHLINE_COMPLETE" in os.environ:
-        # The shell requests completions: print them and exit.
-        parser.main(prog_name="patchline")
     try:
-        with parser.make_context(program(), list(words), obj=COMMANDS) as context:
-            if not STREAMS.intersection(words[:1]):
-                activity.now(f"{' '.join(words[:1])}: starting …")
-            return parser.invoke(context) or ExitCode.DONE
+        if "--json" in words and not HELP.intersection(words):
+            from jobs.json_output import print_document  # people do not need it
+
+            return print_document(words, partial(execute, words), partial(explained, words=words))
+        answer = execute(words)
+        for line in answer.lines():
+            print(line) if answer.is_table else echo(line)
+        return answer.code
     except typer.Exit as end:  # after --help
         return end.exit_code
-    except TyperException as error:
-        return report_usage(error, words)
     except KeyboardInterrupt as interrupt:
         # During a run, the first Ctrl-C requests a commit; only the second raises this exception, with a message
         # (jobs/run/session.py).
         write_last(str(interrupt) or "interrupted")
         return ExitCode.INTERRUPTED
-    except ImportError as error:
-        activity.end()
-        return report(missing_extra(error), with_traceback="--debug" in words)
     except Exception as error:
         # The reader has closed the pipe, as in `patchline plan … | head`: exit without a message.
         if isinstance(error, BrokenPipeError) and is_closed_pipe(sys.stdout):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return SIGPIPE_CODE
         activity.end()
-        return report(error, with_traceback="--debug" in words)
+        return report(error, words)
     finally:
         activity.end()
 
 
-def print_version() -> None:
-    """Print the commit of this checkout, and the versions of Python and of the packages that affect results."""
+def execute(words: Sequence[str]) -> Answer:
+    """Run a command and return its answer. Raises typer.Exit after the text of --help has been printed."""
+    if words[0] == "--version":
+        return version()
+    parser = LazyGroup(COMMANDS, "patchline", help="Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES)
+    parser.params += get_install_completion_arguments()
+    if "_PATCHLINE_COMPLETE" in os.environ:
+        # The shell requests completions: print them and exit.
+        parser.main(prog_name="patchline")
+    with parser.make_context(program(), list(words), obj=COMMANDS) as context:
+        if not STREAMS.intersection(words[:1]):
+            activity.now(f"{' '.join(words[:1])}: starting …")
+        answer = parser.invoke(context)
+    activity.end()
+    return answer if isinstance(answer, Answer) else Answer({}, code=answer or ExitCode.DONE)
+
+
+def version() -> Answer:
+    """Return the commit of this checkout, and the versions of Python and of the packages that affect results."""
     from pipeline.identity import git_commit, package_versions
 
-    packages = ", ".join(f"{name} {version}" for name, version in package_versions().items())
-    print(f"patchline {VERSION}, commit {git_commit() or 'unknown'}\n{packages}")
+    document = {"patchline": VERSION, "commit": git_commit(), "packages": package_versions()}
+    return Answer(document, version_lines)
 
 
-def report_usage(error: TyperException, words: Sequence[str]) -> int:
-    """Print the command's usage, the error and hints to stderr; return the exit code."""
+def version_lines(document: Document) -> list[str]:
+    packages = ", ".join(f"{name} {version}" for name, version in document["packages"].items())
+    return [f"patchline {document['patchline']}, commit {document['commit'] or 'unknown'}", packages]
+
+
+def usage_message(error: TyperException, words: Sequence[str]) -> str:
+    """Return the message of a usage error, with hints on how to correct the command."""
     context = getattr(error, "ctx", None)
-    if context is not None:
-        print(context.get_usage(), file=sys.stderr)
     # typer parses values with pydantic, which adds "Value error," and puts each choice on a separate line.
     message = " ".join(error.format_message().replace("Value error, ", "").split())
     for meant, others in OTHER_COMMANDS.items():
@@ -360,25 +375,24 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
             message += f"\n  use {meant} instead: {program()} {meant} --help"
     if words and words[0].endswith(".yaml"):
         message += f"\n  to run a recipe, run {program()} run {shlex.quote(words[0])}"
-    print(f"error: {message}", file=sys.stderr)
     option = getattr(error, "option_name", None)
     if option and words[0] in ("run", "plan", "submit", "trial", "preflight"):
-        print("  write recipe keys without dashes: pretrain.optim.lr=1e-3", file=sys.stderr)
+        message += "\n  write recipe keys without dashes: pretrain.optim.lr=1e-3"
         if option in ("--minutes", "--model", "--init", "--unlabelled"):
-            print(f"  {option} is an option of the command new, which writes a recipe", file=sys.stderr)
+            message += f"\n  {option} is an option of the command new, which writes a recipe"
     parameter = getattr(error, "param", None)
     takes_recipe = parameter is not None and parameter.name == "recipe"
     example = COMMANDS.example(" ".join(words[:2])) or COMMANDS.example(" ".join(words[:1]))
     if example and not takes_recipe and (parameter is not None or context is None):
-        print(f"  for example: {program()} {example}", file=sys.stderr)
+        message += f"\n  for example: {program()} {example}"
     if takes_recipe:
         from jobs.commands.campaigns import shipped
 
         names = ", ".join(name for name in shipped() if "/" not in name)
-        print(f"  expected a YAML file or a built-in recipe: {names}", file=sys.stderr)
+        message += f"\n  expected a YAML file or a built-in recipe: {names}"
     if context is not None:
-        print(f"  for help, run {context.command_path} --help", file=sys.stderr)
-    return ExitCode.USAGE
+        message += f"\n  for help, run {context.command_path} --help"
+    return message
 
 
 def missing_extra(error: ImportError) -> Exception:
@@ -396,19 +410,31 @@ def missing_extra(error: ImportError) -> Exception:
     )
 
 
-def report(error: Exception, *, with_traceback: bool) -> int:
-    """Print an error's message, and report unexpected exceptions as bugs; return the exit code."""
-    if with_traceback:
-        traceback.print_exc()
-    code = exit_code(error)
-    text = str(error)
+def explained(error: Exception, words: Sequence[str]) -> tuple[Exception, str]:
+    """Return the error to report, whose exit code is used, and its message; report unexpected exceptions as bugs."""
+    if isinstance(error, TyperException):
+        error = UsageError(usage_message(error, words))
+    if isinstance(error, ImportError):
+        error = missing_extra(error)
     if isinstance(error, OSError):
         from data.files import explain  # imports OpenSSL, which would slow down --help
 
-        text = explain(error)
+        return error, explain(error)
     # A diverged run also exits with 70, but its error has the attribute `exit_code`. An error without it is a bug.
-    if code == ExitCode.INTERNAL and not hasattr(error, "exit_code"):
-        text = f"{type(error).__name__}: {error}\n  this is a bug in Patchline; --debug prints the traceback"
+    if exit_code(error) == ExitCode.INTERNAL and not hasattr(error, "exit_code"):
+        return error, f"{type(error).__name__}: {error}\n  this is a bug in Patchline; --debug prints the traceback"
+    return error, str(error)
+
+
+def report(error: Exception, words: Sequence[str]) -> int:
+    """Print an error's message to stderr, for a usage error after the command's usage; return the exit code."""
+    if "--debug" in words and not isinstance(error, TyperException):
+        traceback.print_exc()
+    context = getattr(error, "ctx", None)
+    if context is not None:
+        print(context.get_usage(), file=sys.stderr)
+    error, text = explained(error, words)
+    code = exit_code(error)
     # A stop after a commit is not an error: the message says how to resume.
     if code != ExitCode.PREEMPTED:
         text = f"error: {text}"

@@ -77,7 +77,7 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     """Return the folder of the newest stage at RUN or RUN/STAGE with the file `needs`; return other paths unchanged.
 
     Weights and data sets come only from finished stages. `typed` is the user's argument, if it differs from `path`.
-    Raises DataError if no stage has the file, and UsageError if `one_name` is set and stages with different names have
+    Raises DataError if no stage has the file, or UsageError if `one_name` is set and stages with different names have
     the file; both messages list the stages.
     """
     folder = Path(path)
@@ -134,6 +134,17 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     return str(newest.path)
 
 
+def resume_command(run: Path) -> str:
+    """Return the command that resumes a run: the run's last command, or a general one if that cannot be repeated."""
+    command = "python -m jobs run RECIPE"
+    with suppress(OSError, ValueError, KeyError):
+        status = json.loads((run / "status.json").read_text())
+        # Do not suggest a refused command, or the command of a submitted job, whose recipe is only in its environment.
+        if status["exit_code"] not in (ExitCode.USAGE, ExitCode.CONFIG) and " env:" not in status["command"]:
+            command = status["command"]
+    return command
+
+
 def not_finished(stage: StageFolder) -> DataError:
     """Return the error for an unfinished stage; the message reports its progress and how to get its weights."""
     run = stage.path.parent
@@ -141,13 +152,7 @@ def not_finished(stage: StageFolder) -> DataError:
     place = "has not reported a step yet"
     if last is not None:
         place = f"is at step {last['step']} of {last['steps']}"
-    command = "python -m jobs run RECIPE"
-    with suppress(OSError, ValueError, KeyError):
-        status = json.loads((run / "status.json").read_text())
-        # Do not suggest a refused command, or the command of a submitted job, whose recipe is only in its environment.
-        if status["exit_code"] not in (ExitCode.USAGE, ExitCode.CONFIG) and " env:" not in status["command"]:
-            command = status["command"]
-    text = f"{run / stage.name} has not finished: {stage.path.name} {place}\n  to resume it, run {command}"
+    text = f"{run / stage.name} has not finished: {stage.path.name} {place}\n  to resume it, run {resume_command(run)}"
     for checkpoint in committed(stage.path / CHECKPOINTS)[:1]:
         text += (
             f"\n  to use the weights of its newest checkpoint (step {step_of(checkpoint)}), run\n"
@@ -157,7 +162,10 @@ def not_finished(stage: StageFolder) -> DataError:
 
 
 def find_set(path: str) -> str:
-    """Resolve RUN/STAGE/SET to the folder of the data set; return other paths unchanged. Raises DataError."""
+    """Resolve RUN/STAGE/SET to the folder of the data set; return other paths unchanged.
+
+    Raises DataError if no finished stage has packed the data set.
+    """
     folder = Path(path)
     stage = folder.parent
     if "://" in path or folder.exists() or not (stages_in(stage) or stages_in(stage.parent)):

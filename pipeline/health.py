@@ -110,8 +110,8 @@ class Health:
         # and no worker is left waiting in a collective.
         self.skipped_in_a_row += 1
         self.telemetry.log(
-            f"step {step}: non-finite gradient; step skipped, weights unchanged; "
-            f"this worker's first samples (epoch, shard, sample): {ids[:4]}"
+            f"step {step}: the gradient is not finite; skipped the step, the weights are unchanged; "
+            f"first samples of this worker (epoch, shard, sample): {ids[:4]}"
         )
 
     def report_spike(
@@ -158,7 +158,8 @@ class Health:
             raise Diverged(
                 f"{happened}; excluding steps {stretch.start + 1} … {stretch.stop} did not help\n"
                 f"  {weights}\n"
-                "  lower optim.lr, or increase optim.schedule.warmup_steps"
+                f"  lower optim.lr, for example optim.lr={self.cfg.optim.lr / 10:g}, or increase "
+                "optim.schedule.warmup_steps"
             )
         # Earlier ranges stay in the file: a run that falls back to a checkpoint before them must exclude them again.
         if dist.get_rank() == 0:
@@ -181,7 +182,7 @@ class Health:
 
 
 def read_excluded(directory: Path) -> list[range]:
-    """Collective: return the excluded step ranges, which rank 0 reads from a file; an empty list without a file."""
+    """Collective: return the excluded step ranges, which rank 0 reads from a file; [] if the file does not exist."""
     # Only rank 0 reads the file: on shared storage another node may not see it yet and would train different steps.
     path = directory / EXCLUDED_STEPS
     stretches: list[list[list[int]]] = [[]]

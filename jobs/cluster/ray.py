@@ -64,7 +64,7 @@ _dashboards: list[str] = []  # dashboard URL of the joined cluster; at most one
 def connect(cluster: ClusterConfig) -> ClusterInfo:
     """Join the cluster at RAY_ADDRESS, or an embedded cluster that ends with this process.
 
-    Raises ClusterError if the cluster does not exist or refuses the connection, and UsageError if the checkout contains
+    Raises ClusterError if the cluster does not exist or refuses the connection, or UsageError if the checkout contains
     a link that must not be shipped.
     """
     if embedded.is_too_small(cluster):
@@ -77,7 +77,7 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
             raise ClusterError(
                 f"RAY_ADDRESS={address} is the address of a dashboard, which only submit accepts\n"
                 f"  expected the HOST:PORT that `ray start --head` printed\n"
-                f"  run python -m jobs submit instead of run, or set RAY_ADDRESS=HOST:6379"
+                f"  set RAY_ADDRESS=HOST:6379, or submit the recipe to this cluster: python -m jobs submit RECIPE"
             )
         # Ray's client reads the token file only if RAY_AUTH_MODE is set; otherwise the head rejects it (401).
         embedded.use_token_if_any()

@@ -9,6 +9,8 @@ import typer
 
 from data.errors import ConfigError
 from data.files import state_folder
+from data.storage import Folder
+from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ def run(
     only: Only = None,
     fresh: Fresh = False,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Run all stages of a recipe; to resume, run the same command again."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     state_folder()  # raises an error for a user without a home folder before the run folder is created
@@ -37,6 +39,15 @@ def run(
     from jobs.run.session import run_campaign
 
     run_campaign(campaign, watchers=context.obj.watchers, fresh=fresh, only=only)
+    return Answer(lambda: run_document(campaign))
+
+
+def run_document(campaign: "Campaign") -> Document:
+    """Return the status of a campaign's run, with the weights and metrics of each stage."""
+    from jobs.commands.status import status_of
+
+    storage = campaign.storage
+    return status_of(campaign.run, None if isinstance(storage, Folder) else storage)
 
 
 # ------------------------------------------------------------------------------------------------ recipes

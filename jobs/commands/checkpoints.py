@@ -4,17 +4,18 @@ RUN is a run directory or URL, a stage's folder in it, or a checkpoint's folder.
 files; commands that read tensors are in jobs/extras/checkpoints.py.
 """
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 
 from data.errors import CheckpointError, UsageError
+from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug
-from jobs.commands.stored_runs import opened
-from jobs.terminal import echo
+from jobs.commands.stored_runs import OpenedRun, opened
 from pipeline import artifacts
 from pipeline.checkpoints.needed import needed_steps
-from pipeline.checkpoints.stage_checkpoints import MIN_KEPT
+from pipeline.checkpoints.stage_checkpoints import MIN_KEPT, StageCheckpoints
 from pipeline.monitoring.telemetry import read_metrics, scores_of
 
 SavedRun = Annotated[
@@ -29,42 +30,75 @@ KeepEvery = Annotated[
 ]
 
 
-def list_all(path: SavedRun, _debug: Debug = False) -> None:
+def list_all(path: SavedRun, _debug: Debug = False) -> Answer:
     """List the checkpoints of each stage, including uncommitted and damaged checkpoints."""
     with opened(path) as run:
-        for checkpoints in run.stages:
-            echo(f"{checkpoints.stage}:")
-            # Scores come from metrics.jsonl; the manifest has none, because a step is evaluated after its commit.
-            damage: list[str] = []
-            records = read_metrics(run.storage.local / checkpoints.stage, "evaluate", damage)
-            for message in damage:
-                echo(f"  {run.in_words(message)}")
-            evaluations = {record["step"]: record for record in records}
-            for name in checkpoints.committed():
-                try:
-                    manifest = checkpoints.manifest(name)
-                except (CheckpointError, OSError) as error:
-                    echo(f"  {name}  BAD: {run.in_words(str(error))}")
-                    continue
-                line = (
-                    f"  {name}  {manifest.total_bytes / 1e6:9.1f} MB in {len(manifest.files)} files  "
-                    f"world {manifest.world}  ZeRO {manifest.zero}  attempt {manifest.attempt}  "
-                    f"ledger {manifest.ledger[:12]}"
-                )
-                if manifest.step in evaluations:
-                    for score, value in scores_of(evaluations[manifest.step]).items():
-                        line += f"  {score} {value:.4f}"
-                echo(line)
-            for name in run.storage.unpublished(checkpoints.folder):
-                if name.startswith("bad-"):
-                    echo(f"  {name}  failed verification when the stage started; kept for inspection, safe to delete")
-                elif name.startswith(".tmp-old-"):
-                    echo(f"  {name}  old checkpoint, partially deleted; the next start deletes the rest")
-                else:
-                    echo(f"  {name}  uncommitted save, in progress or interrupted; the next start deletes it")
+        stages = [stage_checkpoints(run, checkpoints) for checkpoints in run.stages]
+        return Answer({"run": run.storage.address(), "stages": stages}, checkpoint_lines)
 
 
-def prune(path: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Debug = False) -> None:
+def stage_checkpoints(run: OpenedRun, checkpoints: StageCheckpoints) -> dict[str, Any]:
+    """Return a stage's checkpoints, newest first, with metrics, and the names of damaged or unfinished checkpoints."""
+    # Scores come from metrics.jsonl; the manifest has none, because a step is evaluated after its commit.
+    damage: list[str] = []
+    records = read_metrics(run.storage.local / checkpoints.stage, "evaluate", damage)
+    evaluations = {record["step"]: record for record in records}
+    committed: list[dict[str, Any]] = []
+    for name in checkpoints.committed():
+        try:
+            manifest = checkpoints.manifest(name)
+        except (CheckpointError, OSError) as error:
+            committed.append({"name": name, "problem": run.in_words(str(error))})
+            continue
+        entry = {
+            "name": name,
+            "step": manifest.step,
+            "bytes": manifest.total_bytes,
+            "files": len(manifest.files),
+            "world": manifest.world,
+            "zero": manifest.zero,
+            "attempt": manifest.attempt,
+            "ledger": manifest.ledger,
+        }
+        if manifest.step in evaluations:
+            entry["metrics"] = scores_of(evaluations[manifest.step])
+        committed.append(entry)
+    return {
+        "stage": checkpoints.stage,
+        "checkpoints": committed,
+        "unpublished": run.storage.unpublished(checkpoints.folder),
+        "damage": list(map(run.in_words, damage)),
+    }
+
+
+def checkpoint_lines(document: Document) -> Iterator[str]:
+    """Yield the lines of `checkpoints list`."""
+    for stage in document["stages"]:
+        yield f"{stage['stage']}:"
+        for message in stage["damage"]:
+            yield f"  {message}"
+        for entry in stage["checkpoints"]:
+            if "problem" in entry:
+                yield f"  {entry['name']}  BAD: {entry['problem']}"
+                continue
+            line = (
+                f"  {entry['name']}  {entry['bytes'] / 1e6:9.1f} MB in {entry['files']} files  "
+                f"world {entry['world']}  ZeRO {entry['zero']}  attempt {entry['attempt']}  "
+                f"ledger {entry['ledger'][:12]}"
+            )
+            for score, value in entry.get("metrics", {}).items():
+                line += f"  {score} {value:.4f}"
+            yield line
+        for name in stage["unpublished"]:
+            if name.startswith("bad-"):
+                yield f"  {name}  failed verification when the stage started; kept for inspection, safe to delete"
+            elif name.startswith(".tmp-old-"):
+                yield f"  {name}  old checkpoint, partially deleted; the next start deletes the rest"
+            else:
+                yield f"  {name}  uncommitted save, in progress or interrupted; the next start deletes it"
+
+
+def prune(path: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Debug = False) -> Answer:
     """Delete all but the newest checkpoints of each stage.
 
     The newest checkpoints are verified first; if any is damaged, nothing is deleted. Checkpoints waiting for an
@@ -77,11 +111,19 @@ def prune(path: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Deb
         for checkpoints in run.stages:
             for name in checkpoints.committed()[:keep]:
                 checkpoints.verify(name)
+        deleted: dict[str, list[str]] = {}
         for checkpoints in run.stages:
             folder = run.storage.local / checkpoints.stage
             metric = None
             if (folder / artifacts.TASK).exists():
                 metric = artifacts.read_record(folder / artifacts.TASK)["config"].get("keep_best")
             needed = needed_steps(folder, metric, checkpoints.committed_steps)
-            for name in checkpoints.prune(keep, keep_every, needed):
-                echo(f"{checkpoints.stage}: {name} deleted")
+            deleted[checkpoints.stage] = list(checkpoints.prune(keep, keep_every, needed))
+        return Answer({"run": run.storage.address(), "deleted": deleted}, deleted_lines)
+
+
+def deleted_lines(document: Document) -> Iterator[str]:
+    """Yield the lines of `checkpoints prune`."""
+    for stage, names in document["deleted"].items():
+        for name in names:
+            yield f"{stage}: {name} deleted"

@@ -17,14 +17,15 @@ from typing import Annotated, Any
 import typer
 
 from data.errors import DataError, UsageError
+from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug
 from jobs.commands.weights import AnyWeights, find_weights
 from jobs.named_stages import find_set
-from jobs.terminal import echo
 from models.checks import did_you_mean
 from pipeline.values import counted
 
 STAGE = "evaluate"
+VALUES = ("value", "low", "high", "samples", "note")  # fields of a value that a script needs
 MAX_PROCESSES = 8  # maximum number of workers on a machine without GPUs; each holds the whole model
 
 SetsAndOverrides = Annotated[
@@ -51,7 +52,7 @@ def evaluate(
     protocol: ProtocolNames = None,
     output: DocumentFolder = None,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Evaluate weights on data sets. Print accuracies with confidence intervals, and write them to evaluation.json."""
     if all("=" in word for word in words):
         raise UsageError(
@@ -124,7 +125,15 @@ def evaluate(
     run_campaign(campaign, watchers=context.obj.watchers)
     document = (campaign.directory(stage) / NAME).read_text()
     write_atomically(campaign.run / NAME, document)
-    echo(f"written  {campaign.run / NAME}: {counted(len(json.loads(document)['results']), 'result')}")
+    results = []
+    for result in json.loads(document)["results"]:
+        values = {name: {key: value.get(key) for key in VALUES} for name, value in result["values"].items()}
+        results.append({"set": result["set"]["name"], "protocol": result["protocol"]["name"], "values": values})
+    return Answer({"evaluation": str(campaign.run / NAME), "weights": weights, "results": results}, result_line)
+
+
+def result_line(document: Document) -> list[str]:
+    return [f"written  {document['evaluation']}: {counted(len(document['results']), 'result')}"]
 
 
 def name_of(path: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -94,6 +94,7 @@ class LazyGroup(TyperGroup):
             example = f"Example: {program()} {self.table.example(words)}"
             app.command(name, epilog=example)(self.table.load(words))
             command = get_command(app)
+            command.params += json_option()
         return name, command, rest
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -105,6 +106,21 @@ class LazyGroup(TyperGroup):
         for heading, names in headings.items():
             with formatter.section(heading):
                 formatter.write_dl([(name, self.commands[name].get_short_help_str(limit)) for name in names])
+
+
+def json_option() -> list[Any]:
+    """Return the option --json of all commands; `jobs.__main__.main` handles it, also if other arguments are wrong."""
+    app = typer.Typer(add_completion=False)
+
+    @app.command()
+    def template(
+        json: Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/scripting.md).")] = False,
+    ) -> None: ...
+
+    options = get_command(app).params
+    for option in options:
+        option.expose_value = False
+    return list(options)
 
 
 def is_installed(function: str) -> bool:

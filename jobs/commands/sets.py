@@ -7,12 +7,13 @@ patchline index s3://bucket/theirs --output indexes/theirs
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from data.errors import ConfigError, DataError, ExitCode, UsageError
+from data.errors import ConfigError, DataError, UsageError
 from data.files import with_home
+from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug, near_path, stoppable
 from jobs.named_stages import find_set, stages_in
 from jobs.progress import ProgressMeter
@@ -117,7 +118,7 @@ def pack(
     workers: Workers = 1,
     check_all: Check = False,
     _debug: Debug = False,
-) -> int:
+) -> Answer:
     """Pack images into shards with an index. To resume an interrupted command, run it again."""
     from data.remote.cache import Cache
     from data.shards.indexing import pinned
@@ -191,11 +192,10 @@ def pack(
             workers=workers,
             report=progress.packed,
         )
-    for line in summary(index, with_gap=classes is None):
-        echo(line)
+    document = set_document(index, with_gap=classes is None)
     if check_all:
-        return check(context, index, workers=workers)
-    return ExitCode.DONE
+        return check(context, index, document, workers=workers)
+    return Answer(document, report_lines)
 
 
 def index(
@@ -212,7 +212,7 @@ def index(
     workers: Workers = 1,
     check_all: Check = False,
     _debug: Debug = False,
-) -> int:
+) -> Answer:
     """Index existing WebDataset tars in place; exit with code 65 if no sample is usable."""
     from data.index.document import load_index
     from data.shards.indexing import build_index, problem_of
@@ -255,7 +255,8 @@ def index(
             cache=cache_config(cache),
             unlabelled=unlabelled,
         )
-    lines = summary(index, with_gap=classes is None)
+    document = set_document(index, with_gap=classes is None)
+    lines = document["report"]
     if not index.names and not unlabelled:
         lines.append("no class names, so labels cannot be checked; if you know the names, add --names FILE")
 
@@ -263,11 +264,9 @@ def index(
     problem = problem_of(index, unlabelled=unlabelled)
     if problem:
         raise DataError("\n".join([*lines, f"{index.tables} is unusable: {problem}"]))
-    for line in lines:
-        echo(line)
     if check_all:
-        return check(context, index, workers=workers, cache=cache)
-    return ExitCode.DONE
+        return check(context, index, document, workers=workers, cache=cache)
+    return Answer(document, report_lines)
 
 
 # ------------------------------------------------------------------------------------------------ shared by commands
@@ -280,14 +279,15 @@ def refuse_file(target: Path) -> None:
             raise UsageError(f"{path} is a file\n  expected a folder for the shards (created if it does not exist)")
 
 
-def check(context: typer.Context, index: "Index", *, workers: int, cache: str | None = None) -> int:
-    """Decode every sample of a new data set by running `data check`; return its exit code."""
-    from data.index.document import SUFFIX
-
-    exit_code: int = context.obj.load("data check")(
-        str(index.tables / f"{index.name}{SUFFIX}"), cache=cache, workers=workers
-    )
-    return exit_code
+def check(
+    context: typer.Context, index: "Index", document: dict[str, Any], *, workers: int, cache: str | None = None
+) -> Answer:
+    """Decode every sample of a new data set by running `data check`; return its result as part of `document`."""
+    for line in document["report"]:
+        echo(line)  # before the check, which takes longer
+    answer: Answer = context.obj.load("data check")(document["index"], cache=cache, workers=workers)
+    checked = answer.content()
+    return Answer({**document, "check": checked}, lambda both: report_lines(both["check"]), answer.code)
 
 
 def cache_config(folder: str | None) -> "CacheConfig":
@@ -299,11 +299,12 @@ def cache_config(folder: str | None) -> "CacheConfig":
     return CacheConfig(directory=str(with_home(folder).absolute()))
 
 
-def summary(index: "Index", *, with_gap: bool = False) -> list[str]:
-    """Return lines that describe a data set: size, folder, class names and skipped samples.
+def set_document(index: "Index", *, with_gap: bool = False) -> dict[str, Any]:
+    """Return a data set's size, folder, class names and skipped samples, as fields and as lines of text (`report`).
 
     If `with_gap` is true and most class ids are unused, one line reports this.
     """
+    from data.index.document import SUFFIX
     from data.index.names import gap_in_ids, preview
     from data.shards.indexing import decoded_samples
 
@@ -321,4 +322,14 @@ def summary(index: "Index", *, with_gap: bool = False) -> list[str]:
     gap = gap_in_ids(sum(count > 0 for count in index.class_counts), index.classes)
     if gap and with_gap and not index.names:
         lines.append(gap)
-    return lines
+    return {
+        "index": str(index.tables / f"{index.name}{SUFFIX}"),
+        "name": index.name,
+        "samples": index.samples,
+        "shards": len(index.shards),
+        "classes": index.classes,
+        "class_names": list(index.names),
+        "digest": index.digest,
+        "refused": dict(index.refused.counts),
+        "report": lines,
+    }

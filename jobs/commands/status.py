@@ -3,34 +3,36 @@
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data.checks import few
 from data.errors import CheckpointError, DataError, UsageError
 from data.files import MANIFEST, write_atomically
-from data.storage import Folder, Storage
+from data.storage import Folder
+from jobs.answer import Answer, Document, Step
 from jobs.commands.arguments import Debug, Run
-from jobs.named_stages import RECORD, find_stage
+from jobs.named_stages import RECORD, STAGE_FOLDER, find_stage
 from jobs.ownership import RAY_JOB
-from jobs.run.reading import LastCommand, read_command, read_outcome, stage_folders
-from jobs.terminal import echo
+from jobs.run.reading import read_command, read_outcome, stage_folders
+from models.weights.folder import CONFIG
 from pipeline import artifacts
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints.needed import requested_steps
-from pipeline.monitoring.telemetry import account, last_metrics, read_metrics
+from pipeline.monitoring.telemetry import Account, account, last_metrics, read_metrics
 from pipeline.values import amount, duration
 
 if TYPE_CHECKING:  # imports the object-store clients, which a local run does not need
     from data.bucket import Bucket
 
 
-def status(run: Run, _debug: Debug = False) -> None:
+def status(run: Run, _debug: Debug = False) -> Answer:
     """Show each stage's step, loss, speed, ETA and last checkpoint."""
     if "://" not in run:
-        print_status(run_or_stage(run))
-        return
+        return Answer(status_of(run_or_stage(run)), status_lines)
     # Reading an object store imports torch, which local runs do not need.
     from jobs.commands.stored_runs import local_copy
     from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
@@ -43,7 +45,7 @@ def status(run: Run, _debug: Debug = False) -> None:
                 (checkpoints.local / name).mkdir(parents=True)
                 content = store.read(f"{checkpoints.folder}/{name}/{MANIFEST}")
                 write_atomically(checkpoints.local / name / MANIFEST, content or b"")
-        print_status(store.local / stage, store)
+        return Answer(status_of(store.local / stage, store), status_lines)
 
 
 def run_or_stage(path: str) -> Path:
@@ -51,11 +53,14 @@ def run_or_stage(path: str) -> Path:
     return Path(path if Path(path).exists() else find_stage(path, RECORD)).resolve()
 
 
-def print_status(run: Path, store: "Bucket | None" = None) -> None:
-    """Print one line per stage, in the order of the stages' first start, or only the line of one stage.
+# ------------------------------------------------------------------------ the document
 
-    For a run in an object store, `run` is a local copy of the run or of one stage; the output shows the URL. Raises
-    UsageError if there is no run, and StorageError if the object store cannot be read.
+
+def status_of(run: Path, store: "Bucket | None" = None) -> Document:
+    """Return the status of a run: its last command, and all stages in the order of their first start, or one stage.
+
+    For a run in an object store, `run` is a local copy of the run or of one stage; the document has the URL. Raises
+    UsageError if there is no run, or StorageError if the object store cannot be read.
     """
     # 1. The stages. Each stage folder has a stage.json from the start.
     run, folders = stage_folders(run)
@@ -68,99 +73,149 @@ def print_status(run: Path, store: "Bucket | None" = None) -> None:
 
     storage = store or Folder(run)
     last = read_command(run, storage, report)
-    label = "now" if last.state == "running" else "end"
-
-    # 3. A line per stage, with the values that a sweep has chosen for it.
-    lines = [f"run  {run}", f"{label}  {describe(last, run, storage)}"]
-    width = max(24, *(len(folder.name) for folder in folders))
-    for folder in folders:
-        line = f"{folder.name:{width}} {stage_line(folder, has_ended=last.has_ended)}"
-        with suppress(DataError):  # `stage_line` reports a damaged record
-            chosen = artifacts.read_record(folder / "stage.json").get("chosen", {})
-            if chosen:
-                line += f"  ({', '.join(f'{field}={value}' for field, value in chosen.items())})"
-        lines.append(line)
-    for line in lines:
-        if store is not None:
-            line = line.replace(str(run), store.url)
-        echo(line)
-
-
-def describe(last: LastCommand, run: Path, storage: Storage) -> str:
-    """Describe the state of a run's last command in one line."""
-    if last.problem == "missing":
-        return "unknown: no command has ended yet"
-    if last.problem == "altered":
-        return f"unknown: {run / 'status.json'} is damaged; the next command on this run rewrites it"
-    if last.exit_code is not None:
-        return f"{last.message} (exit {last.exit_code}, {last.time})"
-    holder = last.lease
-    if holder is None and last.state == "running":
-        return f"running, started {last.time}: {last.command}"
-    if holder is None:
-        return (
-            f"ended unexpectedly after its start at {last.time}, and its lease cannot be read; "
-            f"to resume, run {last.command}"
-        )
-    process = f"process {holder['pid']}"
-    job = f", {holder['job']}" if holder["job"] else ""
-    if last.state == "running":
-        return f"running, started {last.time} on {holder['host']} ({process}{job}): {last.command}"
+    steps: list[Step] = []
+    if last.state in ("stopped", "killed"):
+        steps.append({"do": "instead", "command": last.command, "text": f"to resume, run {last.command}"})
     # A submitted job reads its recipe from its own environment, so its command does not work elsewhere.
-    resume_command = last.command
-    if holder["job"].startswith(RAY_JOB):
-        resume_command = f"python -m jobs submit RECIPE run={storage.address()}"
-    return (
-        f"ended unexpectedly: {process} on {holder['host']}{job}, started {last.time}, last reported at "
-        f"{holder['renewed']} (that machine's clock); to resume, run {resume_command}"
-    )
+    if steps and last.lease is not None and last.lease["job"].startswith(RAY_JOB):
+        steps = [{"do": "read", "text": f"to resume, run python -m jobs submit RECIPE run={storage.address()}"}]
+    address = store.url if store is not None else str(run)
+    command = {
+        "state": last.state,
+        "command": last.command,
+        "message": last.message,
+        "exit_code": last.exit_code,
+        "time": last.time,
+        "lease": last.lease,
+        "problem": last.problem,
+    }
+    stages = [stage_status(folder, f"{address}/{folder.name}", has_ended=last.has_ended) for folder in folders]
+    return {"run": address, "command": command, "stages": stages, "next": steps}
 
 
-def stage_line(folder: Path, *, has_ended: bool) -> str:
-    """Return a line with a stage's result or progress; `has_ended` means that no command is running the campaign."""
+def stage_status(folder: Path, address: str, *, has_ended: bool) -> dict[str, Any]:
+    """Return a stage's result or progress; `has_ended` means that no command is running the campaign."""
+    parts = STAGE_FOLDER.fullmatch(folder.name)
+    stage: dict[str, Any] = {
+        "name": folder.name if parts is None else parts["name"],
+        "folder": address,
+        "state": "unfinished" if has_ended else "running",
+    }
+    with suppress(DataError):  # `read_outcome` reports damage
+        # The values that a sweep has chosen for the stage.
+        chosen = artifacts.read_record(folder / "stage.json").get("chosen", {})
+        if chosen:
+            stage["chosen"] = chosen
     try:
         outcome = read_outcome(folder)
     except DataError as error:
-        return f"UNREADABLE: {str(error).splitlines()[0]}"
+        return stage | {"state": "unreadable", "problem": str(error).splitlines()[0]}
     # 1. A finished stage.
     if outcome is not None:
-        took = duration(outcome.seconds)
+        stage |= {"state": "done", "seconds": outcome.seconds, "summary": outcome.summary, "metrics": outcome.metrics}
+        if (folder / CONFIG).exists() and (artifacts.read_done(folder) or {}).get("files", {}).get(artifacts.WEIGHTS):
+            stage["weights"] = address
+        if outcome.sets:
+            stage["sets"] = {name: f"{address}/{name}" for name in outcome.sets}
         if outcome.diverged:
-            return f"DIVERGED after {took}: {outcome.diverged}"
-        line = f"done in {took}"
-        if outcome.summary:
-            line += f"  {outcome.summary}"
-        for name, value in outcome.metrics.items():
-            line += f"  {name} {value:.4f}"
-        return line
+            stage |= {"state": "diverged", "problem": outcome.diverged}
+        return stage
 
     # 2. An unfinished stage: its newest report has the progress.
     damage: list[str] = []
-    spent = account(read_metrics(folder, None, damage))
-    problems = "".join(f"\n  {message}" for message in damage)
+    stage["time_s"] = asdict(account(read_metrics(folder, None, damage)))
+    stage["damage"] = damage
     last = last_metrics(folder)
     if last is None:
-        return ("ended before its first report" if has_ended else "started, no step yet") + problems
-    # Steps that asynchronous evaluation (`evaluate_on: spare`) has not evaluated yet.
-    steps = requested_steps(folder)
-    to_evaluate = f"to be evaluated: steps {', '.join(map(str, steps))}  " if steps else ""
+        return stage
+    stage |= {field: last[field] for field in ("step", "steps", "loss", "images_per_s", "eta_s")}
     # Rank 0's clock may be ahead of this machine's.
-    age_s = max(time.time() - last["time"], 0)
-    time_left = f"eta {duration(last['eta_s'])}"
-    if has_ended:
-        time_left = f"not running, {duration(last['eta_s'])} left"
+    stage["age_s"] = max(time.time() - last["time"], 0)
+    # Steps that asynchronous evaluation (`evaluate_on: spare`) has not evaluated yet.
+    stage["to_evaluate"] = requested_steps(folder)
     # The stage would resume from its newest checkpoint, whose manifest has the step.
-    saved = "no checkpoint yet"
+    stage["checkpoint_step"] = None
     checkpoints = manifest.committed(folder / "checkpoints")
     if checkpoints:
         try:
-            saved = f"last checkpoint step {manifest.read_manifest(checkpoints[0]).step}"
+            stage["checkpoint_step"] = manifest.read_manifest(checkpoints[0]).step
         except CheckpointError as error:
-            saved = f"last checkpoint unreadable: {error}"
+            stage["problem"] = f"last checkpoint unreadable: {error}"
+    return stage
+
+
+# ------------------------------------------------------------------------ the lines
+
+
+def status_lines(document: Document) -> Iterator[str]:
+    """Yield the run, its last command, and a line per stage."""
+    run = document["run"]
+    command = document["command"]
+    yield f"run  {run}"
+    yield f"{'now' if command['state'] == 'running' else 'end'}  {command_line(document)}"
+    names = [stage["folder"].rpartition("/")[2] for stage in document["stages"]]
+    width = max([24, *map(len, names)])
+    for name, stage in zip(names, document["stages"], strict=True):
+        line = f"{name:{width}} {stage_line(stage)}"
+        if "chosen" in stage:
+            line += f"  ({', '.join(f'{field}={value}' for field, value in stage['chosen'].items())})"
+        yield line
+
+
+def command_line(document: Document) -> str:
+    """Describe the state of a run's last command in one line."""
+    last = document["command"]
+    resume = "".join(step["text"] for step in document["next"])
+    if last["problem"] == "missing":
+        return "unknown: no command has ended yet"
+    if last["problem"] == "altered":
+        return f"unknown: {document['run']}/status.json is damaged; the next command on this run rewrites it"
+    if last["exit_code"] is not None:
+        return f"{last['message']} (exit {last['exit_code']}, {last['time']})"
+    holder = last["lease"]
+    if holder is None and last["state"] == "running":
+        return f"running, started {last['time']}: {last['command']}"
+    if holder is None:
+        return f"ended unexpectedly after its start at {last['time']}, and its lease cannot be read; {resume}"
+    process = f"process {holder['pid']}"
+    job = f", {holder['job']}" if holder["job"] else ""
+    if last["state"] == "running":
+        return f"running, started {last['time']} on {holder['host']} ({process}{job}): {last['command']}"
     return (
-        f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
-        f"{time_left}  {duration(age_s)} ago  {saved}  "
-        f"{to_evaluate}{spent.line()}{problems}"
+        f"ended unexpectedly: {process} on {holder['host']}{job}, started {last['time']}, last reported at "
+        f"{holder['renewed']} (that machine's clock); {resume}"
+    )
+
+
+def stage_line(stage: Document) -> str:
+    """Describe in one line a stage's result or progress."""
+    if stage["state"] == "unreadable":
+        return f"UNREADABLE: {stage['problem']}"
+    if stage["state"] == "diverged":
+        return f"DIVERGED after {duration(stage['seconds'])}: {stage['problem']}"
+    if stage["state"] == "done":
+        line = f"done in {duration(stage['seconds'])}"
+        if stage["summary"]:
+            line += f"  {stage['summary']}"
+        for name, value in stage["metrics"].items():
+            line += f"  {name} {value:.4f}"
+        return line
+    has_ended = stage["state"] == "unfinished"
+    problems = "".join(f"\n  {message}" for message in stage["damage"])
+    if "step" not in stage:
+        return ("ended before its first report" if has_ended else "started, no step yet") + problems
+    steps = stage["to_evaluate"]
+    to_evaluate = f"to be evaluated: steps {', '.join(map(str, steps))}  " if steps else ""
+    time_left = f"not running, {duration(stage['eta_s'])} left" if has_ended else f"eta {duration(stage['eta_s'])}"
+    saved = "no checkpoint yet"
+    if stage["checkpoint_step"] is not None:
+        saved = f"last checkpoint step {stage['checkpoint_step']}"
+    elif "problem" in stage:
+        saved = stage["problem"]
+    return (
+        f"step {stage['step']}/{stage['steps']}  loss {stage['loss']:.4f}  img/s {amount(stage['images_per_s'])}  "
+        f"{time_left}  {duration(stage['age_s'])} ago  {saved}  "
+        f"{to_evaluate}{Account(**stage['time_s']).line()}{problems}"
     )
 
 

@@ -1,11 +1,12 @@
 """`patchline checkpoints verify|inspect|diff|export RUN`: read the contents of checkpoints.
 
-RUN has the same format as in jobs/commands/checkpoints.py. Only safetensors and JSON files are opened. Every command
-prints its lines as it proceeds, because reading one checkpoint can take minutes.
+RUN has the same format as in jobs/commands/checkpoints.py. Only safetensors and JSON files are opened. Reading one
+checkpoint can take minutes, so the commands show which one they read.
 """
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -15,9 +16,11 @@ import typer
 import models
 from data.errors import CheckpointError, UsageError
 from data.files import atomic_file
+from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug
 from jobs.commands.checkpoints import SavedRun
 from jobs.commands.stored_runs import OpenedRun, opened
+from jobs.named_stages import resume_command
 from jobs.terminal import activity, echo
 from pipeline import artifacts
 from pipeline.architecture import preprocessing_of
@@ -80,7 +83,7 @@ def selected(run: OpenedRun, step: int | None) -> list[Saved]:
 def newest_verified(run: OpenedRun, step: int | None) -> Path:
     """Verify every byte of the newest checkpoint, or of the checkpoint at `step`; return the checkpoint's folder.
 
-    Raises UsageError if several stages have a matching checkpoint, and CheckpointError if the checkpoint is damaged.
+    Raises UsageError if several stages have a matching checkpoint, or CheckpointError if the checkpoint is damaged.
     """
     saved = selected(run, step)
     stages = sorted({checkpoint.checkpoints.stage for checkpoint in saved})
@@ -96,42 +99,53 @@ def newest_verified(run: OpenedRun, step: int | None) -> Path:
 # ------------------------------------------------------------------------------------------------ the commands
 
 
-def verify_all(path: SavedRun, step: Step = None, _debug: Debug = False) -> None:
+def verify_all(path: SavedRun, step: Step = None, _debug: Debug = False) -> Answer:
     """Read every byte of the checkpoints, and verify the digests in the manifests."""
-    # Report all damaged checkpoints before raising CheckpointError.
-    bad = 0
+    entries: list[dict[str, Any]] = []
     with opened(path) as run:
         for saved in selected(run, step):
             # Include the stage, because two stages can have a checkpoint of the same step.
-            title = f"{saved.checkpoints.stage}/{saved.name}"
-            activity.now(f"reading {title} …")
+            entry: dict[str, Any] = {"checkpoint": f"{saved.checkpoints.stage}/{saved.name}", "problem": ""}
+            activity.now(f"reading {entry['checkpoint']} …")
             began = time.monotonic()
             try:
                 saved.checkpoints.verify(saved.name)
             except CheckpointError as error:
-                bad += 1
-                echo(run.in_words(f"{title}  DAMAGED: {error}"))
-            else:
-                echo(f"{title}  intact ({time.monotonic() - began:.1f}s)")
+                entry["problem"] = run.in_words(str(error))
+            entry["seconds"] = time.monotonic() - began
+            entries.append(entry)
+            # Print each line at once, because reading the next checkpoint can take minutes.
+            echo(verified_line(entry))
+    document: dict[str, Any] = {"run": run.storage.address(), "checkpoints": entries}
+    bad = sum(bool(entry["problem"]) for entry in entries)
     if bad:
-        raise CheckpointError(
-            f"damaged checkpoints: {bad}\n  the next start skips them and loads the newest intact checkpoint"
+        # The error's document also lists the checkpoints.
+        damaged = CheckpointError(
+            f"damaged checkpoints: {bad}\n  the next start skips them and loads the newest intact checkpoint\n"
+            f"  to resume, run {resume_command(run.storage.local)}"
         )
+        damaged.details = document
+        raise damaged
+    return Answer(document)
 
 
-def inspect(path: SavedRun, step: Step = None, _debug: Debug = False) -> None:
+def verified_line(entry: Document) -> str:
+    """Return the line of one verified checkpoint."""
+    if entry["problem"]:
+        return f"{entry['checkpoint']}  DAMAGED: {entry['problem']}"
+    return f"{entry['checkpoint']}  intact ({entry['seconds']:.1f}s)"
+
+
+def inspect(path: SavedRun, step: Step = None, _debug: Debug = False) -> Answer:
     """Print a checkpoint's manifest, and every parameter with its size and norms."""
     with opened(path) as run:
         # Verify first, because the norms of damaged tensors would be misleading.
         folder = newest_verified(run, step)
         manifest = read_manifest(folder)
-        for field, value in asdict(manifest).items():
-            # Omit the digests of single chunks, which may have a hundred thousand digits.
-            if field == "files":
-                value = {name: {"bytes": file["bytes"], "sha256": file["sha256"]} for name, file in value.items()}
-            if isinstance(value, dict):
-                value = json.dumps(value)
-            echo(f"{field:13} {value}")
+        fields = asdict(manifest)
+        # Omit the digests of single chunks, which may have a hundred thousand digits.
+        for name, file in fields["files"].items():
+            fields["files"][name] = {"bytes": file["bytes"], "sha256": file["sha256"]}
 
         from pipeline.checkpoints.reader import Reader
 
@@ -140,14 +154,28 @@ def inspect(path: SavedRun, step: Step = None, _debug: Debug = False) -> None:
         kinds: dict[str, list[str]] = {}  # parameter → "master" and the names of its saved moments
         for name, kind in reader.pieces:
             kinds.setdefault(name, []).append(kind)
+        parameters: list[dict[str, Any]] = []
         for name in sorted(kinds):
-            norms = []
+            norms: dict[str, float] = {}
             largest = 0
             for kind in kinds[name]:
                 state = whole_state(reader, name, kind)
-                norms.append(f"|{kind}| {state.norm():.4g}")
+                norms[kind] = float(state.norm())
                 largest = max(largest, state.numel())
-            echo(f"{name:40} {largest:>12,}  {'  '.join(norms)}")
+            parameters.append({"name": name, "elements": largest, "norms": norms})
+        return Answer(
+            {"checkpoint": run.in_words(str(folder)), "manifest": fields, "parameters": parameters}, inspected
+        )
+
+
+def inspected(document: Document) -> Iterator[str]:
+    """Yield the lines of `checkpoints inspect`: the fields of the manifest, then the parameters."""
+    for field, value in document["manifest"].items():
+        text = json.dumps(value) if isinstance(value, dict) else value
+        yield f"{field:13} {text}"
+    for parameter in document["parameters"]:
+        norms = "  ".join(f"|{kind}| {norm:.4g}" for kind, norm in parameter["norms"].items())
+        yield f"{parameter['name']:40} {parameter['elements']:>12,}  {norms}"
 
 
 def whole_state(reader: "Reader", name: str, kind: str) -> "Tensor":
@@ -165,7 +193,7 @@ def compare(
     other_step: OtherStep = None,
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Compare two checkpoints' manifests and tensors; print the changes from the other checkpoint to this one."""
     if more:
         raise UsageError(
@@ -182,14 +210,11 @@ def compare(
         first = newest_verified(other_run, other_step)
         first_manifest = read_manifest(first)
         second_manifest = read_manifest(second)
-        echo(f"{other_run.in_words(str(first))} → {run.in_words(str(second))}")
         first_fields = asdict(first_manifest)
         second_fields = asdict(second_manifest)
         # The list of files depends on the number of workers, even if the contents are equal.
         del first_fields["files"]
         del second_fields["files"]
-        for difference in differences(first_fields, second_fields):
-            echo(f"  {difference}")
 
         import torch
 
@@ -200,26 +225,47 @@ def compare(
         second_reader = Reader(second, second_manifest.files)
         states = sorted(first_reader.pieces.keys() | second_reader.pieces.keys())
         equal = 0
+        tensors: list[dict[str, Any]] = []
         for name, kind in states:
+            row: dict[str, Any] = {"name": name, "kind": kind}
             if (name, kind) not in first_reader.pieces:
-                echo(f"  {name} {kind}: only in the second checkpoint")
+                tensors.append(row | {"difference": "only in the second checkpoint"})
                 continue
             if (name, kind) not in second_reader.pieces:
-                echo(f"  {name} {kind}: only in the first checkpoint")
+                tensors.append(row | {"difference": "only in the first checkpoint"})
                 continue
             before = whole_state(first_reader, name, kind)
             after = whole_state(second_reader, name, kind)
             if before.shape != after.shape:
-                echo(f"  {name} {kind}: sizes differ")
+                tensors.append(row | {"difference": "sizes differ"})
             elif torch.equal(before, after):
                 equal += 1
             else:
-                echo(f"  {name} {kind}: largest difference {(before - after).abs().max():.3g}")
-        echo(f"  {equal} of {len(states)} tensors are equal bit for bit")
+                tensors.append(row | {"largest": float((before - after).abs().max())})
+        document = {
+            "first": other_run.in_words(str(first)),
+            "second": run.in_words(str(second)),
+            "manifest": differences(first_fields, second_fields),
+            "tensors": tensors,
+            "equal": equal,
+            "compared": len(states),
+        }
+        return Answer(document, compared)
 
 
-def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: Debug = False) -> None:
-    """Export a checkpoint's weights as the same files that a finished stage writes."""
+def compared(document: Document) -> Iterator[str]:
+    """Yield the lines of `checkpoints diff`."""
+    yield f"{document['first']} → {document['second']}"
+    for difference in document["manifest"]:
+        yield f"  {difference}"
+    for row in document["tensors"]:
+        difference = f"largest difference {row['largest']:.3g}" if "largest" in row else row["difference"]
+        yield f"  {row['name']} {row['kind']}: {difference}"
+    yield f"  {document['equal']} of {document['compared']} tensors are equal bit for bit"
+
+
+def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: Debug = False) -> Answer:
+    """Export a checkpoint's weights to the same files as those of a finished stage."""
     # Check before reading the checkpoint, which takes minutes.
     if target.exists() and not target.is_dir():
         raise UsageError(f"--to {target} is a file\n  expected a folder (created if it does not exist)")
@@ -246,4 +292,12 @@ def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: De
         if not (target / artifacts.DONE).exists():
             exported = run.in_words(str(folder))
             artifacts.record_weights(target, {"exported": exported, "code": code_version(), **loss})
-        echo(f"exported the weights of step {step_of(folder)}: weights.safetensors and model.json in {target}")
+        return Answer(
+            {"checkpoint": run.in_words(str(folder)), "step": step_of(folder), "weights": target}, exported_line
+        )
+
+
+def exported_line(document: Document) -> list[str]:
+    return [
+        f"exported the weights of step {document['step']}: weights.safetensors and model.json in {document['weights']}"
+    ]

@@ -23,10 +23,11 @@ from data.errors import DataError, UsageError
 from data.files import atomic_file, rename, sync, temporary_name
 from data.index.names import preview
 from data.sources.numbering import read_class_list
+from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug
 from jobs.commands.weights import check_weights_exist, find_weights
 from jobs.named_stages import stage_at, stages_in
-from jobs.terminal import activity, echo
+from jobs.terminal import activity
 from models.configs import HALF
 from models.weights.folder import CONFIG
 from pipeline import artifacts
@@ -84,7 +85,7 @@ def import_foreign(
     overrides: Overrides = None,
     class_list: ClassList = None,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Convert official, timm or transformers weights to Patchline's format."""
     check_weights_exist(path)
     refuse_existing(directory)
@@ -107,7 +108,8 @@ def import_foreign(
             f"{class_list or path} has {len(names):,} class names, but the model has {model.config.classes:,} "
             "classes\n  expected one name per class, in the order of the model's outputs: --names FILE"
         )
-    preprocessing = foreign_preprocessing(path, model.config)
+    lines: list[str] = []
+    preprocessing = foreign_preprocessing(path, model.config, lines.append)
     with atomic_folder(Path(directory)) as made:
         models.save(model, made, writing=atomic_file, class_names=names, preprocessing=preprocessing)
         record: dict[str, object] = {
@@ -119,13 +121,14 @@ def import_foreign(
         origin = {"loss": recorded_loss(path), "form": recorded_form(path)}
         record |= {name: value for name, value in origin.items() if value is not None}
         artifacts.record_weights(made, record)
-    report(model, path, names, preprocessing, verification)
-    echo(f"written  {directory}")
+    lines += described(model, path, names, preprocessing, verification)
+    lines.append(f"written  {directory}")
+    return Answer({**facts(model, path, names, preprocessing), "written": directory, "report": lines}, report_lines)
 
 
 def export(
     directory: OurFolder, path: Target, format: Format, preprocess: Preprocess = None, _debug: Debug = False
-) -> None:
+) -> Answer:
     """Convert our weights to the official (npz), timm or transformers format."""
     directory = find_weights(directory)
     if preprocess is not None:
@@ -199,10 +202,10 @@ def export(
             origin: dict[str, object] = {"loss": loss, "form": form}
             record |= {name: value for name, value in origin.items() if value is not None}
             artifacts.record_weights(made, record)
-    report(model, directory, names, preprocessing, verification)
+    lines = described(model, directory, names, preprocessing, verification)
     # 4. Report differences between the configs, and between the outputs for one random image.
     for change in differences(models.to_dict(config), models.to_dict(exported.config)):
-        echo(f"becomes  {change}")
+        lines.append(f"becomes  {change}")
     # Pixel values from −1 to 1, as in normalised images.
     import torch
 
@@ -222,16 +225,27 @@ def export(
     if names and is_file:
         remarks.insert(0, f"an .{format} file cannot store class names")
     for remark in remarks:
-        echo(f"{label}  {remark}")
-    echo(f"checked  exported weights read back; outputs for one random image differ by at most {largest:.1e}{verdict}")
+        lines.append(f"{label}  {remark}")
+    lines.append(
+        f"checked  exported weights read back; outputs for one random image differ by at most {largest:.1e}{verdict}"
+    )
     if format in ("timm", "hf"):
-        echo("open     load the whole folder, not only the tensors: its config.json selects the activation")
+        lines.append("open     load the whole folder, not only the tensors: its config.json selects the activation")
     if format == "hf" and config.classes > 1 and loss is None:
-        echo(
+        lines.append(
             "loss     unknown whether the head was trained with sigmoid or softmax; transformers assumes softmax; "
             'for sigmoid, set "problem_type": "multi_label_classification" in config.json'
         )
-    echo(f"written  {path}")
+    lines.append(f"written  {path}")
+    document = {
+        **facts(model, directory, names, preprocessing),
+        "written": path,
+        "format": format,
+        "largest_difference": float(largest),
+        "remarks": remarks,
+        "report": lines,
+    }
+    return Answer(document, report_lines)
 
 
 def refuse_existing(target: str) -> None:
@@ -260,7 +274,9 @@ def verify(path: str, log: Callable[[str], None]) -> None:
         log("verified the sha256 of weights.safetensors and model.json")
 
 
-def foreign_preprocessing(path: str, config: "models.ModelConfig") -> "models.Preprocessing | None":
+def foreign_preprocessing(
+    path: str, config: "models.ModelConfig", log: Callable[[str], None]
+) -> "models.Preprocessing | None":
     """Return the preprocessing recorded with weights, adapted to the model's image size; None if there is none.
 
     Logs a note if the preprocessing cannot be used, or if it is for another image size.
@@ -269,7 +285,7 @@ def foreign_preprocessing(path: str, config: "models.ModelConfig") -> "models.Pr
         warnings.simplefilter("always")
         preprocessing = any_weights.recorded_preprocessing(path)
     for warning in unused:
-        echo(f"note     {warning.message}")
+        log(f"note     {warning.message}")
     if Path(path).suffix == ".pth" and isinstance(config, models.ViTConfig):
         from models.extras.weights import pth
 
@@ -283,9 +299,9 @@ def foreign_preprocessing(path: str, config: "models.ModelConfig") -> "models.Pr
     try:
         scaled = preprocessing.at_size(config.image_size)
     except ValueError as error:
-        echo(f"note     the recorded preprocessing is not used: {error}")
+        log(f"note     the recorded preprocessing is not used: {error}")
         return None
-    echo(f"note     the recorded preprocessing, {preprocessing.ops}, is scaled to the image size of the weights")
+    log(f"note     the recorded preprocessing, {preprocessing.ops}, is scaled to the image size of the weights")
     return scaled
 
 
@@ -307,14 +323,15 @@ def class_names(path: str) -> tuple[str, ...]:
         raise DataError(f"cannot read the class names in {path}: {error}") from None
 
 
-def report(
+def described(
     model: "models.Model",
     path: str,
     names: Sequence[str],
     preprocessing: "models.Preprocessing | None",
     verification: Sequence[str],
-) -> None:
-    """Print a model's architecture, class names, preprocessing, verification result and numerics."""
+) -> list[str]:
+    """Return lines that describe a model: architecture, class names, preprocessing, verification and numerics."""
+    lines = []
     config = model.config
     # 1. The architecture. The loader refuses files with missing or unknown tensors, so all tensors were mapped.
     height, width = config.image_size
@@ -323,44 +340,57 @@ def report(
         value = getattr(config, name, None)
         if value is not None:
             fields.append(f"{name} {value}")
-    echo(
+    lines.append(
         f"found    {path}: {config.family}, {height}×{width} px, {config.classes} classes, "
         f"{models.parameters_of(config):,} parameters"
     )
-    echo(f"model    {'  '.join(fields)}")
-    echo(f"mapped   {len(model.state_dict())} tensors; none are missing or unknown")
+    lines.append(f"model    {'  '.join(fields)}")
+    lines.append(f"mapped   {len(model.state_dict())} tensors; none are missing or unknown")
 
     # 2. The class names. Without them, the class order of data sets cannot be checked.
     if config.classes and not names:
-        echo("classes  no names, so the class order of data sets cannot be checked against these weights")
+        lines.append("classes  no names, so the class order of data sets cannot be checked against these weights")
     elif config.classes:
         line = f"classes  {preview(names)}"
         if len(names) < config.classes:
             line += f"; the remaining {config.classes - len(names):,} classes have no names"
-        echo(line)
+        lines.append(line)
     values = "values from −1 to 1"
     mean = getattr(config, "pixel_mean", HALF)
     std = getattr(config, "pixel_std", HALF)
     if (mean, std) != (HALF, HALF):
         values = f"mean {', '.join(f'{value:.4g}' for value in mean)}, std {', '.join(f'{value:.4g}' for value in std)}"
     if preprocessing is not None:
-        echo(f"pixels   {preprocessing.ops}, {values}")
+        lines.append(f"pixels   {preprocessing.ops}, {values}")
     else:
         default = f"resize({config.image_size})"
-        echo(f"pixels   {values}; preprocessing not recorded; exports use the evaluation default, {default}")
-    for line in verification:
-        echo(line)
+        lines.append(f"pixels   {values}; preprocessing not recorded; exports use the evaluation default, {default}")
+    lines += verification
 
     # 3. The activation and norm_eps, which differ between the paper's code and other implementations.
     activation = getattr(config, "activation", None)
     norm_eps = getattr(config, "norm_eps", None)
     if activation is None or norm_eps is None:
-        return
+        return lines
     line = f"computes {activation}, norm_eps {norm_eps:g}"
     if (activation, norm_eps) == ("gelu_tanh", 1e-6):  # SPEC 1.1
-        echo(f"{line}, as in the paper's code")
+        lines.append(f"{line}, as in the paper's code")
     else:
-        echo(f"{line}; the paper's code uses gelu_tanh and 1e-06")
+        lines.append(f"{line}; the paper's code uses gelu_tanh and 1e-06")
+    return lines
+
+
+def facts(
+    model: "models.Model", path: str, names: Sequence[str], preprocessing: "models.Preprocessing | None"
+) -> dict[str, Any]:
+    """Return a document with a model's architecture, number of parameters, class names and preprocessing."""
+    return {
+        "weights": path,
+        "model": models.to_dict(model.config),
+        "parameters": models.parameters_of(model.config),
+        "class_names": list(names),
+        "preprocessing": None if preprocessing is None else preprocessing.ops,
+    }
 
 
 def outputs(model: "models.Model", image: "Tensor") -> "Tensor":

@@ -3,17 +3,18 @@
 patchline subset shards/photos/train --shots 10 --seed 0 --output shards/photos/train-10shot
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from data.errors import UsageError
+from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug, stoppable
-from jobs.commands.sets import CacheFolder, IndexPath, Name, Workers, cache_config, refuse_file
+from jobs.commands.sets import CacheFolder, IndexPath, Name, Workers, cache_config, refuse_file, set_document
 from jobs.named_stages import find_set
 from jobs.progress import ProgressMeter
-from jobs.terminal import echo
 
 SubsetFolder = Annotated[
     list[str], typer.Option(help="Folder for the subset's index and tables; repeat it for each --part.")
@@ -54,7 +55,7 @@ def subset(
     cache: CacheFolder = None,
     workers: Workers = 1,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Select samples of a data set, and write an index of these samples in the same tars; images are not copied."""
     from data.index.document import load_index
     from data.shards import subset
@@ -75,6 +76,11 @@ def subset(
     progress = ProgressMeter("shards", len(parent.shards))
     with stoppable():
         made = subset.make_subsets(parent, subsets, workers=workers, cache=cache_config(cache), report=progress.of)
-    for index in made:
-        for line in subset.summary(index, parent):
-            echo(line)
+    documents = [{**set_document(index), "report": subset.summary(index, parent)} for index in made]
+    return Answer({"subsets": documents}, subset_lines)
+
+
+def subset_lines(document: Document) -> Iterator[str]:
+    """Yield the lines of each subset."""
+    for made in document["subsets"]:
+        yield from made["report"]

@@ -94,7 +94,7 @@ def test_an_unexpected_error_is_reported_as_a_bug_and_debug_prints_the_traceback
     def fail(run: Path) -> list[str]:
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr("jobs.commands.status.print_status", fail)
+    monkeypatch.setattr("jobs.commands.status.status_of", fail)
     assert main(["status", "x"]) == 70
     err = capsys.readouterr().err
     assert "error: ZeroDivisionError: by zero" in err
@@ -119,7 +119,7 @@ def test_interrupts_and_closed_pipes_have_their_exit_codes(monkeypatch, capsys, 
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("jobs.commands.status.print_status", fail)
+    monkeypatch.setattr("jobs.commands.status.status_of", fail)
     monkeypatch.setattr("jobs.recipe.campaign.read_recipe", fail)
     assert main(words) == code
     assert capsys.readouterr().err.startswith(message)

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.quick
 
 def test_slow_command_shows_its_activity_once(monkeypatch, capsys):
     monkeypatch.setattr(terminal, "WAIT_S", 0.05)
-    monkeypatch.setattr("jobs.commands.status.print_status", lambda run: threading.Event().wait(0.5))
+    monkeypatch.setattr("jobs.commands.status.status_of", lambda run: threading.Event().wait(0.5) or {})
+    monkeypatch.setattr("jobs.commands.status.status_lines", lambda document: [])
     assert main(["status", "runs/x"]) == 0
     assert capsys.readouterr().err == "status: starting …\n"
 

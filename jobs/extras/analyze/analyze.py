@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from data.images.preprocess import preprocess
 from jobs.extras.conversion import load, verify
 from jobs.extras.given_images import encoded_images
 from jobs.progress import ProgressMeter
-from jobs.terminal import activity, echo
+from jobs.terminal import activity
 from models.catalog import normalise
 from models.configs import ViTConfig
 from models.extras import analysis
@@ -58,10 +59,10 @@ class Features:
     explained_variance: Tensor | None  # (COMPONENTS,)
 
 
-def analyze(weights: str, paths: list[str], output: str, limit: int) -> None:
-    """Analyse weights on images; write figures and numbers, and print a summary.
+def analyze(weights: str, paths: list[str], output: str, limit: int) -> dict[str, Any]:
+    """Analyse weights on images; write figures and numbers, and return a summary.
 
-    Raises UsageError if the model is not a ViT, DataError if no image can be read.
+    Raises UsageError if the model is not a ViT, or DataError if no image can be read.
     """
     verification: list[str] = []
     verify(weights, verification.append)
@@ -99,15 +100,22 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> None:
     write_atomically(folder / "analysis.json", json.dumps(numbers))
 
     reach = attention.distance.mean(1)
-    for line in verification:
-        echo(line)
+    lines = verification
     if bad:
         name, reason = next(iter(bad.items()))
-        echo(f"skipped {len(bad)} unreadable images; the first is {name}: {reason}")
+        lines.append(f"skipped {len(bad)} unreadable images; the first is {name}: {reason}")
     size = f"{config.image_size[0]}×{config.image_size[1]}"
-    echo(f"analysed {len(images)} images of {size} px across {config.depth} layers")
-    echo(f"mean attention distance {reach[0]:.1f} px in the first layer, {reach[-1]:.1f} px in the last")
-    echo(f"written  {folder}/attention.png  inside.png  analysis.json")
+    lines.append(f"analysed {len(images)} images of {size} px across {config.depth} layers")
+    lines.append(f"mean attention distance {reach[0]:.1f} px in the first layer, {reach[-1]:.1f} px in the last")
+    lines.append(f"written  {folder}/attention.png  inside.png  analysis.json")
+    return {
+        "analysis": str(folder / "analysis.json"),
+        "figures": [str(folder / name) for name in ("attention.png", "inside.png")],
+        "images": list(images),
+        "unreadable": bad,
+        "attention_distance": [float(value) for value in reach],
+        "report": lines,
+    }
 
 
 def device() -> torch.device:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from data.errors import UsageError
+from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug
 from jobs.commands.weights import AnyWeights, find_weights
 from jobs.extras.given_images import check_images
@@ -18,7 +19,7 @@ Limit = Annotated[
 ]
 
 
-def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 128, _debug: Debug = False) -> None:
+def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 128, _debug: Debug = False) -> Answer:
     """Draw the attention and learned features of a ViT: figures 6, 7 and 11 of the paper."""
     weights = find_weights(weights)
     if Path(output).is_file():
@@ -27,4 +28,4 @@ def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 
     check_images(images)
     from jobs.extras.analyze import analyze
 
-    analyze.analyze(weights, images, output, limit)
+    return Answer(analyze.analyze(weights, images, output, limit), report_lines)

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from jobs.answer import Answer
 from jobs.commands.arguments import Debug
 from jobs.commands.campaigns import kinds_of
 
@@ -14,8 +15,8 @@ def diff(
     other: Annotated[str, typer.Argument(metavar="OTHER", help="Reference: table3/vit_i1k, a recipe file, or a run.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides of OTHER.")] = None,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """List differences that affect training or evaluation, largest effect first, with the ViT paper's values."""
     from jobs.extras.diff import diff
 
-    diff.diff(mine, other, overrides or [], kinds_of(context))
+    return Answer(diff.diff(mine, other, overrides or [], kinds_of(context)), diff.lines)

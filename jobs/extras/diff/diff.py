@@ -23,13 +23,13 @@ from typing import Any
 import yaml
 
 from data.errors import UsageError
+from jobs.answer import Document
 from jobs.commands.campaigns import load_campaign
 from jobs.extras.diff.facts import Fact, differences
 from jobs.extras.diff.meaning import ComparedStage, facts_of, of_campaign, of_run
 from jobs.extras.history import flat
 from jobs.named_stages import find_stage
 from jobs.resolved_recipe import Kinds
-from jobs.terminal import echo
 from pipeline import config
 from pipeline.artifacts import TASK
 from pipeline.values import counted, flow_yaml
@@ -40,8 +40,8 @@ LINES: dict[str, Any] = {"subsequent_indent": " " * 11, "break_on_hyphens": Fals
 SLIGHT = 0.05  # differences of two numbers below this relative size are listed last
 
 
-def diff(mine: str, other: str, overrides: list[str], kinds: Kinds) -> None:
-    """Print the meaningful differences between two recipes or runs, stage by stage.
+def diff(mine: str, other: str, overrides: list[str], kinds: Kinds) -> Document:
+    """Return the meaningful differences between two recipes or runs, stage by stage.
 
     `overrides` apply to `other`. Raises UsageError if there are no stages to compare.
     """
@@ -75,11 +75,38 @@ def diff(mine: str, other: str, overrides: list[str], kinds: Kinds) -> None:
             f"{mine} has a stage of kind {stages[0].kind.name}, but {other} has one of kind {others[0].kind.name}\n"
             "  expected two stages of the same kind, for example both pretrain or both finetune"
         )
-    for stage, candidate in pairs:
-        show_pair(stage, candidate, f"{mine} ({stage.row}) and {other} ({candidate.row})")
-    for path, without_pair in ((mine, unpaired), (other, unpaired_others)):
-        if without_pair:
-            echo(f"stages only in {path}, not compared: {', '.join(stage.row for stage in without_pair)}")
+    return {
+        "mine": mine,
+        "other": other,
+        "pairs": [compare_pair(stage, candidate) for stage, candidate in pairs],
+        "only_in_mine": [stage.row for stage in unpaired],
+        "only_in_other": [stage.row for stage in unpaired_others],
+    }
+
+
+def lines(document: Document) -> Iterator[str]:
+    """Yield a paragraph for each difference of each pair of stages, with the notes of subjects.yaml."""
+    for pair in document["pairs"]:
+        count = counted(len(pair["differences"]), "difference") if pair["differences"] else "no differences"
+        names = f"{document['mine']} ({pair['mine']}) and {document['other']} ({pair['other']})"
+        yield f"{count} in meaning: {names}"
+        for place, difference in enumerate(pair["differences"], start=1):
+            texts = []
+            for fact in difference["facts"]:
+                name = f"{fact['name'].rpartition('.')[2]} " if difference["names_facts"] else ""
+                texts.append(f"{name}{fact['mine']}; other: {fact['other']}")
+            slight = " (slight)" * difference["slight"]
+            yield f"{place:2}. {difference['subject']}: {' · '.join(texts)}{slight}"
+            for label in ("set", "note", "paper", "cost"):
+                text = shlex.join(difference["set"]) if label == "set" else difference.get(label)
+                if text:
+                    yield fill(text, WIDTH, initial_indent=f"    {label:6} ", **LINES)
+        if pair["unknown"]:
+            yield f"not compared, because one side does not specify a value: {', '.join(pair['unknown'])}"
+    for side in ("mine", "other"):
+        rows = document[f"only_in_{side}"]
+        if rows:
+            yield f"stages only in {document[side]}, not compared: {', '.join(rows)}"
 
 
 def stages_of(path: str, overrides: list[str], kinds: Kinds) -> list[ComparedStage]:
@@ -94,8 +121,8 @@ def stages_of(path: str, overrides: list[str], kinds: Kinds) -> list[ComparedSta
     return list(of_run(folder if is_run else Path(find_stage(path, TASK)), kinds))
 
 
-def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
-    """Print the differences between two stages, with the notes of subjects.yaml."""
+def compare_pair(mine: ComparedStage, other: ComparedStage) -> dict[str, Any]:
+    """Return the differences between two stages, with the notes of subjects.yaml."""
     # 1. Group the unequal facts by subject.
     other_subject = {"subject": "another field", "facts": "*", "paper": "no value given"}
     subjects = [*yaml.safe_load(SUBJECTS.read_text()), other_subject]
@@ -117,21 +144,15 @@ def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
             is_slight = is_slightly_different(fact.value, other_fact.value)
         differing.setdefault((is_slight, number), []).append(name)
 
-    # 2. Print a paragraph for each subject.
-    count = counted(len(differing), "difference") if differing else "no differences"
-    echo(f"{count} in meaning: {title}")
-    for place, (is_slight, number) in enumerate(sorted(differing), start=1):
+    # 2. An entry for each subject.
+    entries = []
+    for is_slight, number in sorted(differing):
         subject = subjects[number]
-        texts = []
+        rows = []
         typed: list[str] = []
         for name in differing[is_slight, number]:
-            text = f"{facts[name].words}; other: {others[name].words}"
-            # If a subject covers several facts, name the fact.
-            if "*" in subject["facts"] or " " in subject["facts"]:
-                text = f"{name.rpartition('.')[2]} {text}"
-            texts.append(text)
+            rows.append({"name": name, "mine": facts[name].words, "other": others[name].words})
             typed += overrides_for(name, mine, other, others[name])
-        echo(f"{place:2}. {subject['subject']}: {' · '.join(texts)}{' (slight)' * is_slight}")
         # 3. Explain values that depend on each other: the weight decay convention, the rate for another batch size.
         note = ""
         if subject["facts"] == "optim.weight_decay":
@@ -147,11 +168,18 @@ def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
                 f"the peak learning rate is {mine.config.optim.lr:g}; other: {rate:g}, which would become "
                 f"{rate * ratio:.3g} by linear scaling and {rate * math.sqrt(ratio):.3g} by square-root scaling"
             )
-        for line, text in {"set": shlex.join(typed), "note": note, **subject}.items():
-            if line in ("set", "note", "paper", "cost") and text:
-                echo(fill(text, WIDTH, initial_indent=f"    {line:6} ", **LINES))
-    if unknown:
-        echo(f"not compared, because one side does not specify a value: {', '.join(unknown)}")
+        entry = {
+            "subject": subject["subject"],
+            "slight": is_slight,
+            "facts": rows,
+            # A subject that covers several facts shows their names.
+            "names_facts": "*" in subject["facts"] or " " in subject["facts"],
+            "set": typed,
+            "note": note,
+        }
+        entry |= {label: subject[label] for label in ("paper", "cost") if label in subject}
+        entries.append(entry)
+    return {"mine": mine.row, "other": other.row, "differences": entries, "unknown": unknown}
 
 
 def is_slightly_different(value: Any, other: Any) -> bool:

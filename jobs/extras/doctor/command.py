@@ -1,21 +1,24 @@
 """`patchline data check|stats|repair|list`: check, describe, repair or list the samples of a data set."""
 
+import shlex
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from data.checks import printable
 from data.errors import DataError, ExitCode
+from jobs.answer import Answer, Document, Step, report_lines
 from jobs.commands.arguments import Debug, stoppable
-from jobs.commands.sets import CacheFolder, IndexPath, Name, Workers, cache_config, refuse_file, summary
+from jobs.commands.sets import CacheFolder, IndexPath, Name, Workers, cache_config, refuse_file, set_document
 from jobs.named_stages import find_set
 from jobs.progress import ProgressMeter
-from jobs.terminal import echo
 
 if TYPE_CHECKING:
     from data.extras.doctor.doctor import Report
+    from data.index.index import Index
 
 MAX_LABELS = 1000  # maximum number of classes listed per sample
 Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Also write a self-contained HTML report.")]
@@ -31,17 +34,23 @@ def check(
     cache: CacheFolder = None,
     workers: Workers = 1,
     _debug: Debug = False,
-) -> int:
+) -> Answer:
     """Read and decode every sample; exit with code 65 if any sample cannot be used for training."""
     report = examine(path, decode=True, page=page, world=world, workers=workers, cache=cache)
+    document = report_document(report, world, page)
     if report.ok:
-        return ExitCode.DONE
+        return Answer(document, report_lines)
     line = "some samples cannot be read"
+    steps: list[Step] = []
     # If no sample is good, `repair` has nothing to write.
     if report.good:
-        line += f"; to pack the readable ones into a new data set, run python -m jobs data repair {path} NEW-FOLDER"
-    echo(line)
-    return ExitCode.DATA
+        advice = "to pack the readable ones into a new data set, run python -m jobs data repair"
+        line += f"; {advice} {path} NEW-FOLDER"
+        folder = f"{path.rstrip('/').removesuffix('.index.json')}-repaired"
+        command = shlex.join(["python", "-m", "jobs", "data", "repair", path, folder])
+        steps.append({"do": "first", "command": command, "text": line, "replaces": path, "writes": folder})
+    document["report"].append(line)
+    return Answer({**document, "what": line, "next": steps}, report_lines, ExitCode.DATA)
 
 
 def stats(
@@ -51,18 +60,23 @@ def stats(
     cache: CacheFolder = None,
     workers: Workers = 1,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Read only headers and labels; print the distributions of image sizes and classes."""
     report = examine(path, decode=False, page=page, world=world, workers=workers, cache=cache)
+    document = report_document(report, world, page)
+    lines = document["report"]
+    # Percentiles, because a single unusual image would determine minimum and maximum.
+    percentiles: dict[str, dict[str, float]] = {}
     for name, spread in report.spreads.items():
-        # Print percentiles, because a single unusual image would determine minimum and maximum.
-        low = spread.quantile(0.01)
-        high = spread.quantile(0.99)
-        echo(f"{name}: 1 % {low:g}, median {spread.quantile(0.5):g}, 99 % {high:g}")
+        low, median, high = map(spread.quantile, (0.01, 0.5, 0.99))
+        percentiles[name] = {"1": low, "50": median, "99": high}
+        lines.append(f"{name}: 1 % {low:g}, median {median:g}, 99 % {high:g}")
     ranked = report.classes.most_common()
     for end, rows in (("most", ranked[:5]), ("least", ranked[::-1][:5])):
         classes = [f"{printable(report.index.class_name(label))} {count:,}" for label, count in rows]
-        echo(f"{end}: {', '.join(classes)}")
+        lines.append(f"{end}: {', '.join(classes)}")
+    counts = {report.index.class_name(label): count for label, count in ranked}
+    return Answer({**document, "percentiles": percentiles, "class_counts": counts}, report_lines)
 
 
 def repair(
@@ -73,7 +87,7 @@ def repair(
     cache: CacheFolder = None,
     workers: Workers = 1,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Pack all good samples of a data set into a new data set."""
     from data.extras.doctor.doctor import repair
     from data.index.document import load_index
@@ -95,36 +109,50 @@ def repair(
             workers=workers,
             report=progress.packed,
         )
-    first, *refused = summary(repaired)
-    for line in (f"{first}; {index.samples - repaired.samples:,} samples excluded", *refused):
-        echo(line)
+    document = set_document(repaired)
+    excluded = index.samples - repaired.samples
+    document["report"][0] += f"; {excluded:,} samples excluded"
+    return Answer({**document, "excluded": excluded}, report_lines)
 
 
 def list_samples(
     sets: Annotated[list[str], typer.Argument(help="Index files, or the folders that contain them.")],
     cache: CacheFolder = None,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Print a line for each sample: key, tar, classes and data set, separated by tabs."""
-    from data.images.decode import BadImage
     from data.index.document import load_index
+
+    indexes = [load_index(find_set(path)) for path in sets]
+    return Answer({"samples": samples_in(indexes, cache)}, sample_lines, is_table=True)
+
+
+def samples_in(indexes: Sequence["Index"], cache: str | None) -> Iterator[dict[str, Any]]:
+    """Yield the samples of data sets, one at a time, because there can be millions."""
+    from data.images.decode import BadImage
     from data.shards.reader import ShardReader, read_labels
 
-    for path in sets:
-        index = load_index(find_set(path))
+    for index in indexes:
         reader = ShardReader(index, verify=False, cache=cache_config(cache))
         for number, shard in enumerate(index.shards):
             for key, raw in zip(index.keys(number), reader.labels(number), strict=True):
-                # A sample without a usable label has an empty column.
-                classes = ""
+                # A sample without a usable label has no classes.
+                classes: list[str] = []
                 with suppress(BadImage):
-                    classes = ", ".join(map(index.class_name, read_labels(raw, index, MAX_LABELS)))
-                # A key with a tab would look like two columns; `printable` escapes it.
-                typer.echo("\t".join(map(printable, (key, shard.name, classes, index.name))))
+                    classes = list(map(index.class_name, read_labels(raw, index, MAX_LABELS)))
+                yield {"key": key, "shard": shard.name, "classes": classes, "set": index.name}
+
+
+def sample_lines(document: Document) -> Iterator[str]:
+    """Yield a line per sample."""
+    for sample in document["samples"]:
+        row = (sample["key"], sample["shard"], ", ".join(sample["classes"]), sample["set"])
+        # A key with a tab would look like two columns; `printable` escapes it.
+        yield "\t".join(map(printable, row))
 
 
 def examine(path: str, *, decode: bool, page: str | None, world: int, workers: int, cache: str | None) -> "Report":
-    """Check every sample of a data set, print a report, and also write the report as HTML to `page`, if given."""
+    """Check every sample of a data set, and write the report as HTML to `page`, if given."""
     from data.extras.doctor.doctor import check
     from data.extras.doctor.page import write_page
     from data.index.document import load_index
@@ -135,8 +163,24 @@ def examine(path: str, *, decode: bool, page: str | None, world: int, workers: i
         Path(page).parent.mkdir(parents=True, exist_ok=True)
     progress = ProgressMeter("shards", len(index.shards))
     report = check(index, decode=decode, workers=workers, report=progress.of, cache=cache_config(cache))
-    for line in report.lines(world):
-        echo(line)
     if page:
-        echo(f"page: {write_page(report, page, world)}")
+        write_page(report, page, world)
     return report
+
+
+def report_document(report: "Report", world: int, page: str | None) -> dict[str, Any]:
+    """Return a document with a report's counts and problems, and its lines of text (`report`)."""
+    lines = report.lines(world)
+    if page:
+        lines.append(f"page: {page}")
+    return {
+        "set": report.index.name,
+        "digest": report.index.digest,
+        "shards": len(report.shards),
+        "good": report.good,
+        "bad": dict(report.bad.counts),
+        "problems": {shard.name: shard.problem for shard in report.shards if shard.problem},
+        "duplicates": report.duplicates,
+        "page": page,
+        "report": lines,
+    }

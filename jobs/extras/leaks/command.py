@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
+from jobs.answer import Answer, Step, report_lines
 from jobs.commands.arguments import Debug, stoppable
 from jobs.commands.sets import CacheFolder, cache_config, refuse_file
 from jobs.commands.weights import find_weights
 from jobs.named_stages import find_set
 from jobs.progress import ProgressMeter
-from jobs.terminal import echo
 
 Train = Annotated[list[str], typer.Argument(help="Training sets: index files, or folders that contain one.")]
 Test = Annotated[list[str], typer.Option(help="A test set: an index file or its folder; repeatable.")]
@@ -41,7 +41,7 @@ def leaks(
     cache: CacheFolder = None,
     workers: Workers = 0,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Find training images that also occur in a test set, even if cropped, mirrored or re-encoded."""
     from hashlib import sha256  # loads OpenSSL, which would slow down `--help`
 
@@ -111,11 +111,21 @@ def leaks(
     write_atomically(folder / REPORT, "\n".join(report) + "\n")
     write_page(folder / PAGE, found_leaks, train_sets, test_sets, fetched_by)
 
-    for line in report:
-        echo(line)
-    echo(f"written  {folder / DOCUMENT}  {REPORT}  {PAGE}")
+    report.append(f"written  {folder / DOCUMENT}  {REPORT}  {PAGE}")
+    steps: list[Step] = []
     for number in sorted({pair.train_set for pair in found_leaks.pairs}):
         path = found_leaks.train[number].path
         clean = f"{path.rstrip('/').removesuffix(SUFFIX)}-clean"
         words = ["subset", path, "--but", str(folder / DOCUMENT), "--output", clean]
-        echo(f"to train without the leaks, run python -m jobs {shlex.join(words)}")
+        command = f"python -m jobs {shlex.join(words)}"
+        report.append(f"to train without the leaks, run {command}")
+        steps.append({"do": "first", "command": command, "text": report[-1], "replaces": path, "writes": clean})
+    document = {
+        "leaks": str(folder / DOCUMENT),
+        "page": str(folder / PAGE),
+        "pairs": len(found_leaks.pairs),
+        "compared": found_leaks.looked_at,
+        "report": report,
+        "next": steps,
+    }
+    return Answer(document, report_lines)

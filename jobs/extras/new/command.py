@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from jobs.answer import Answer
 from jobs.commands.arguments import Debug
 
 
@@ -50,11 +51,11 @@ def new(
         typer.Option("--leaf-classes", help="Make a class of each innermost folder, not of each top folder."),
     ] = False,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Inspect images, and write a recipe that trains on them."""
     from jobs.extras.new import new
 
-    new.new(
+    return new.new(
         images,
         model=model,
         init=init,

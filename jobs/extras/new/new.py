@@ -14,6 +14,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from data.files import write_atomically
 from data.index.names import preview
 from data.index.shard import IMAGES
 from data.walk import matching
+from jobs.answer import Answer
 from jobs.commands.arguments import near_path
 from jobs.named_stages import find_stage
 from jobs.progress import ProgressMeter
@@ -59,10 +61,11 @@ def new(
     unlabelled: bool,
     probe: bool = False,
     leaf_classes: bool = False,
-) -> None:
+) -> Answer:
     """Write a recipe for the images at a path, or at several paths expanded from a pattern by the shell.
 
-    Raises DataError, ConfigError, or UsageError, for example if the recipe exists.
+    Raises DataError if the images or weights cannot be used, ConfigError if the model is unknown, or UsageError if the
+    arguments are invalid, for example if the recipe already exists.
     """
     # 1. Check the arguments before the images are counted.
     place = one_place(places)
@@ -165,8 +168,7 @@ def new(
     name = unused_run_name(recipe)
     if probe and init is not None:
         write_probe(recipe, name, sets, init)
-        echo(f"next: python -m jobs run {shlex.quote(str(recipe))}")
-        return
+        return written(recipe, name, sets)
 
     # 3. Select the training settings.
     from jobs.extras.new.training import MINUTES_ON_CPU, MINUTES_ON_GPU, choose, this_machine
@@ -177,8 +179,28 @@ def new(
         minutes = MINUTES_ON_GPU if machine.gpus else MINUTES_ON_CPU
     choice = choose(sets, machine, 60 * minutes, name=model, init=init)
     write_recipe(recipe, name, sets, choice, machine)
-    echo(f"next: python -m jobs run {shlex.quote(str(recipe))}")
-    echo(f"  this writes runs/{name}; to resume after an interruption, run the same command again")
+    answer = written(recipe, name, sets)
+    values = {"steps": choice.steps, "batch_size": choice.batch_size, "images_per_s": choice.rate}
+    return replace(answer, document={**answer.content(), **values})
+
+
+def written(recipe: Path, name: str, sets: Sets) -> Answer:
+    """Return the command's answer for a written recipe: its images, its run, and the next command."""
+    found = {}
+    for part, image_set in (("train", sets.train), ("test", sets.test)):
+        if image_set is not None:
+            counts = dict(image_set.class_counts)
+            found[part] = {"path": image_set.path, "images": image_set.images, "class_counts": counts}
+    command = f"python -m jobs run {shlex.quote(str(recipe))}"
+    text = f"next: {command}\n  this writes runs/{name}; to resume after an interruption, run the same command again"
+    document = {
+        "recipe": str(recipe),
+        "run": f"runs/{name}",
+        "sets": found,
+        "held_out_percent": sets.held_out,
+        "next": [{"do": "run", "command": command, "text": text}],
+    }
+    return Answer(document, lambda document: document["next"][0]["text"].splitlines())
 
 
 def unused_run_name(recipe: Path) -> str:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from data.errors import PatchlineError
+from jobs.answer import Answer, Document, report_lines
 from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe
 from jobs.commands.campaigns import kinds_of, load_campaign
 from jobs.terminal import activity, echo
@@ -29,16 +31,13 @@ def plan(
         float | None, typer.Option(metavar="HOURS", help="Mean time between failures of the run, in hours.")
     ] = None,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Print a recipe's memory needs, duration, cost and stages; exit with the code that `run` would return."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     if resolved:
         from jobs.extras import recipe_text
 
-        activity.end()
-        # The YAML text already ends with a newline.
-        print(recipe_text.resolved(campaign), end="")
-        return
+        return Answer({"recipe": recipe_text.resolved(campaign)}, recipe_lines, is_table=True)
     from jobs.extras.planning.run_folders import readable_run
     from jobs.recipe.references import with_values
     from jobs.recipe.validate import refuse, validate_all
@@ -54,21 +53,32 @@ def plan(
         # Imported after the checks, because it imports torch, which takes seconds.
         from jobs.extras.planning.plan import plan
 
-        plan(campaign, assumed, activity.now)
-        for result in results:
-            if result.level != "FAIL":
-                echo(result.text)
+        document = plan(campaign, assumed, activity.now)
+        lines = document["report"]
+        lines += [result.text for result in results if result.level != "FAIL"]
         # Report missing inputs and memory problems last, because most lines of the plan do not depend on them.
         missing = [result for result in results if result.subject == INPUTS]
+        refused = results
         if missing and without_data:
-            refuse(result for result in results if result not in missing)
-            echo("")
-            echo(f"planned without {len(missing)} missing inputs; until they exist, run exits with code 65")
-        else:
-            refuse(results)
+            refused = [result for result in results if result not in missing]
+        try:
+            refuse(refused)
+        except PatchlineError as error:
+            for line in lines:
+                echo(line)
+            error.details = document
+            raise
+        if missing:
+            lines += ["", f"planned without {len(missing)} missing inputs; until they exist, run exits with code 65"]
+        return Answer(document, report_lines)
 
 
-def preflight(context: typer.Context, recipe: Recipe, overrides: Overrides = None, _debug: Debug = False) -> int:
+def recipe_lines(document: Document) -> list[str]:
+    recipe: str = document["recipe"]
+    return recipe.splitlines()
+
+
+def preflight(context: typer.Context, recipe: Recipe, overrides: Overrides = None, _debug: Debug = False) -> Answer:
     """Measure workers, links, disks and data before a run; report OK, WARN or FAIL, with remedies."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     from jobs.cluster.ray import disconnect
@@ -86,9 +96,9 @@ def trial(
     overrides: Overrides = None,
     stage: Annotated[str | None, typer.Option(metavar="NAME", help="Measure only this stage.")] = None,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Run 30 steps of each training stage on the cluster, and save the measured times for `plan`."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     from jobs.extras.planning import trial
 
-    trial.trial(campaign, stage)
+    return Answer({"trials": trial.trial(campaign, stage)})

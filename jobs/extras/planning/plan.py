@@ -19,6 +19,7 @@ omitted. The command then exits with 65, as `run` would, or with 0 if `--without
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import models
 from data.checks import few
@@ -30,13 +31,12 @@ from jobs.extras.studies import table
 from jobs.extras.studies.law import compute_of
 from jobs.recipe.records import unfinished_folder
 from jobs.resolved_recipe import Available, Campaign, Stage, reference
-from jobs.terminal import echo
 from pipeline.extras.plan.cost import HOUR_S, Assumptions
 from pipeline.values import counted
 
 
-def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -> None:
-    """Print the plan: three summary lines, then the lines of every stage. `log` reports long waits."""
+def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -> dict[str, Any]:
+    """Return the plan: three summary lines, and the lines of every stage. `log` reports long waits."""
     cluster = campaign.cluster
     workers = str(cluster.most)
     if cluster.least < cluster.most:
@@ -59,8 +59,15 @@ def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -
     for stage in campaign.stages:
         plan.add_stage(stage)
     fits, time, cost = plan.sum_up()
-    for line in (f"fits    {fits}", f"time    {time}", f"cost    {cost}", *plan.lines):
-        echo(line)
+    return {
+        "run": campaign.storage.address(),
+        "fits": fits,
+        "time": time,
+        "cost": cost,
+        "exaflops": compute.planned,
+        "stages": plan.stages,
+        "report": [f"fits    {fits}", f"time    {time}", f"cost    {cost}", *plan.lines],
+    }
 
 
 @dataclass
@@ -71,6 +78,7 @@ class Plan:
     assumed: Assumptions
     log: Callable[[str], None]  # receives messages about waits
     lines: list[str] = field(default_factory=list)
+    stages: list[dict[str, Any]] = field(default_factory=list)  # name, kind, key, status and values of each stage
     would_run: set[str] = field(default_factory=set)  # names of unfinished stages
     to_train: list[PlannedTraining] = field(default_factory=list)
 
@@ -79,7 +87,7 @@ class Plan:
         self.lines.append(f"  {label:7} {text}")
 
     def add_stage(self, stage: Stage) -> None:
-        """Add the lines of a stage; its parents must have been added before."""
+        """Add the lines of a stage to the plan; its parents must have been added before."""
         campaign = self.campaign
         is_done = campaign.done(stage) is not None
         # 1. Determine whether the stage would be skipped, resumed or run, and why.
@@ -100,6 +108,7 @@ class Plan:
                         status = f"would run again, because {link[0]} would"
                         break
         self.lines += ["", f"{stage.name} ({stage.kind.name}, key {stage.key[:8]}): {status}"]
+        self.stages.append({"name": stage.name, "kind": stage.kind.name, "key": stage.key, "status": status})
         if not is_done:
             self.would_run.add(stage.name)
 
@@ -116,8 +125,10 @@ class Plan:
                 f"{model.family} {size} px, {model.classes} classes, {models.parameters_of(model):,} "
                 f"parameters, {models.macs_of(model) / 1e9:.3f} GMACs per image",
             )
+            self.stages[-1]["parameters"] = models.parameters_of(model)
         # A finished stage no longer needs its inputs.
         if not is_done:
+            self.stages[-1]["missing"] = list(stage.missing)
             for message in stage.missing:
                 self.add("MISSING", message)
 
@@ -148,6 +159,12 @@ class Plan:
         if stage.kind.trains and not is_done:
             trained = PlannedTraining(campaign, stage, self.assumed, self.add, self.log)
             trained.compute()
+            self.stages[-1] |= {
+                "device_bytes": trained.device_bytes,
+                "fits": trained.fits,
+                "least_s": trained.least_s,
+                "most_s": trained.most_s,
+            }
             self.to_train.append(trained)
 
     def sum_up(self) -> tuple[str, str, str]:

@@ -18,12 +18,13 @@ first FAIL, or 0 if all checks pass.
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import cast
 
 import models
 from data.errors import ExitCode, PatchlineError
+from jobs.answer import Answer, Document
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.nodes import ThisMachine, nodes_of
 from jobs.cluster.worker_group import do_nothing, run_worker_group
@@ -52,8 +53,8 @@ LARGEST_ALL_REDUCE = 2**28  # bytes
 SMALLEST_ALL_REDUCE = 2**20
 
 
-def preflight(campaign: Campaign) -> int:
-    """Print one line for every check; return the exit code."""
+def preflight(campaign: Campaign) -> Answer:
+    """Return the result of every check, and the exit code of the first FAIL."""
     began = time.monotonic()
     cluster = campaign.cluster
     workers = counted(cluster.most, "worker")
@@ -83,22 +84,30 @@ def preflight(campaign: Campaign) -> int:
     except (PatchlineError, WorkerGroupError, OSError) as error:
         results.append(nothing_measured(error))
 
-    # 3. Print a line per check, followed by its remedy.
-    for result in results:
-        echo(f"{result.level:4} {result.subject:11} {result.text}")
-        if result.remedy:
-            echo(f"     → {' '.join(result.remedy.split())}")
-    counts: Counter[str] = Counter()
+    # 3. Collect the checks, each with its remedy.
+    checks = []
+    failed = ""
+    steps = []
     code = ExitCode.DONE  # exit code of the first FAIL
     for result in results:
-        counts[result.level] += 1
-        if result.level == "FAIL" and code == ExitCode.DONE:
-            code = result.exit_code
-    echo(
-        f"preflight: {counts['OK']} OK, {counts['WARN']} WARN, {counts['FAIL']} FAIL in "
-        f"{time.monotonic() - began:.1f} s"
-    )
-    return code
+        remedy = " ".join(result.remedy.split())
+        checks.append({"level": result.level, "subject": result.subject, "text": result.text, "remedy": remedy})
+        if result.level == "FAIL":
+            failed = failed or result.text
+            code = code or result.exit_code
+            steps += [{"do": "read", "text": remedy}] if remedy else []
+    document = {"checks": checks, "seconds": time.monotonic() - began, "what": failed, "next": steps}
+    return Answer(document, check_lines, code)
+
+
+def check_lines(document: Document) -> Iterator[str]:
+    """Yield a line per check, followed by its remedy."""
+    counts = Counter(check["level"] for check in document["checks"])
+    for check in document["checks"]:
+        yield f"{check['level']:4} {check['subject']:11} {check['text']}"
+        if check["remedy"]:
+            yield f"     → {check['remedy']}"
+    yield (f"preflight: {counts['OK']} OK, {counts['WARN']} WARN, {counts['FAIL']} FAIL in {document['seconds']:.1f} s")
 
 
 # ------------------------------------------------------------------------ requirements
@@ -215,7 +224,7 @@ def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) ->
 def measure_everywhere(
     campaign: Campaign, requirements: Requirements, world: int
 ) -> tuple[PreflightReport, Exception | None, Mapping[str, str]]:
-    """Measure on `world` workers and on the nodes without a worker, while replying to their files.
+    """Run the measurements on `world` workers and on nodes without a worker, and reply to the files that they write.
 
     If the worker group fails, measure on all nodes without workers. Returns the reports, the error of the worker group
     if it failed, and node name → reason for each node without a report. Raises OSError if the run directory is not

@@ -14,8 +14,9 @@
 """
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import models
 from data.errors import ConfigError, DataError
@@ -37,10 +38,10 @@ from pipeline.training_config import ProbeConfig, TrainConfig
 from pipeline.values import amount, counted, milliseconds
 
 
-def trial(campaign: Campaign, only: str | None) -> None:
-    """Measure all training stages, or only the stage named by `only`, and save the results.
+def trial(campaign: Campaign, only: str | None) -> list[dict[str, Any]]:
+    """Measure all training stages, or only the stage named by `only`; print, save and return the results.
 
-    Raises ConfigError if no stage trains, DataError if no stage can be measured, and the errors of running a stage.
+    Raises ConfigError if no stage trains, DataError if no stage can be measured, or any error raised by a stage.
     """
     # 1. Select stages. Stages with identical steps, for example runs of a sweep, are measured only once.
     stages: dict[str, Stage] = {}
@@ -80,8 +81,7 @@ def trial(campaign: Campaign, only: str | None) -> None:
     if campaign.cluster.backend == "ray":
         connect(campaign.cluster)
     try:
-        for stage in to_try:
-            measure_stage(campaign, stage)
+        return [measure_stage(campaign, stage) for stage in to_try]
     finally:
         disconnect()
 
@@ -122,8 +122,8 @@ def trial_key(campaign: Campaign, stage: Stage) -> str:
     return digest({"config": plain(relevant), "model": model, "sets": sets, "weights": cfg.data.weights()})
 
 
-def measure_stage(campaign: Campaign, stage: Stage) -> None:
-    """Run the steps of a stage in a temporary folder and measure them; print and save the result."""
+def measure_stage(campaign: Campaign, stage: Stage) -> dict[str, Any]:
+    """Run the steps of a stage in a temporary folder and measure them; print, save and return the result."""
     # 1. Change the length, saves and evaluations in the stage's config.
     cfg: TrainConfig = stage.config
     init = campaign.path_of(cfg.init)
@@ -196,6 +196,7 @@ def measure_stage(campaign: Campaign, stage: Stage) -> None:
     )
     echo(f"{stage.name}   step times are steady from {milliseconds(result.until_steady_s)} after the start")
     echo(f"{stage.name}   saved in {path}, which python -m jobs plan RECIPE uses")
+    return {**asdict(result), "saved": str(path)}
 
 
 class StepPrinter:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from data.errors import UsageError
+from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug
 from jobs.commands.weights import AnyWeights, find_weights
 from jobs.extras.given_images import check_images
@@ -25,7 +26,7 @@ def predict(
     top: Top = 5,
     batch: Batch = 64,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Predict the classes of images, and write labels and scores to a CSV file and an HTML page."""
     weights = find_weights(weights)
     table = Path(output)
@@ -35,4 +36,4 @@ def predict(
     check_images(images)
     from jobs.extras.predict.predict import predict
 
-    predict(weights, images, table, top, batch)
+    return Answer(predict(weights, images, table, top, batch), report_lines)

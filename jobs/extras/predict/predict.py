@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,6 @@ from data.images.preprocess import preprocess
 from jobs.extras.conversion import class_names, load, verify
 from jobs.extras.given_images import encoded_images
 from jobs.progress import ProgressMeter
-from jobs.terminal import echo
 from models.catalog import normalise
 from pipeline.evaluation import any_weights
 from pipeline.extras.recorded_origin import recorded_loss
@@ -44,7 +44,7 @@ MAX_THUMBNAILS = 200  # on the page, about 4 KB each
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of one image; without labels if the image cannot be decoded."""
+    """The most probable classes of one image; no classes if the image cannot be decoded."""
 
     file: str
     labels: tuple[str, ...] = ()
@@ -53,10 +53,10 @@ class Prediction:
     problem: str = ""  # why the image cannot be decoded
 
 
-def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: int) -> None:
-    """Predict the classes of all images; write the table and the page, and print a summary.
+def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: int) -> dict[str, Any]:
+    """Predict the classes of all images; write the table and the page, and return the predictions and a summary.
 
-    Raises UsageError if the model has no classes, DataError if no image can be decoded or a logit is not finite.
+    Raises UsageError if the model has no classes, or DataError if no image can be decoded or a logit is not finite.
     """
     verification: list[str] = []
     verify(weights, verification.append)
@@ -97,18 +97,28 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
         table.with_suffix(".html"), "predict.html", title=title, rows=rows[:MAX_THUMBNAILS], total=len(rows)
     )
 
-    for line in verification:
-        echo(line)
+    lines = verification
     if not names:
-        echo("the weights have no class names, so labels are class ids")
+        lines.append("the weights have no class names, so labels are class ids")
     if recorded is None:
-        echo(f"no preprocessing is recorded with the weights; used the evaluation default, {ops}")
+        lines.append(f"no preprocessing is recorded with the weights; used the evaluation default, {ops}")
     if bad:
-        echo(f"skipped {counted(len(bad), 'undecodable image')}, for example {bad[0].file}: {bad[0].problem}")
+        lines.append(f"skipped {counted(len(bad), 'undecodable image')}, for example {bad[0].file}: {bad[0].problem}")
     predicted = Counter(row.labels[0] for row in rows if row.labels)
     common = [f"{name} {count:,}" for name, count in predicted.most_common(MAX_CLASSES_LISTED)]
-    echo(f"predicted {counted(len(rows) - len(bad), 'image')}: {', '.join(common)}")
-    echo(f"written  {table}  {table.with_suffix('.html')}")
+    lines.append(f"predicted {counted(len(rows) - len(bad), 'image')}: {', '.join(common)}")
+    lines.append(f"written  {table}  {table.with_suffix('.html')}")
+    images_of_document = []
+    for row in rows:
+        classes = [{"label": label, "score": score} for label, score in zip(row.labels, row.scores, strict=True)]
+        images_of_document.append({"file": row.file, "classes": classes, "problem": row.problem})
+    return {
+        "table": str(table),
+        "page": str(table.with_suffix(".html")),
+        "preprocessing": ops,
+        "images": images_of_document,
+        "report": lines,
+    }
 
 
 def decoded(paths: list[str], ops: str) -> Iterator[tuple[str, np.ndarray | None, str]]:

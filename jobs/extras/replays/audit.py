@@ -1,7 +1,7 @@
 """Verify a training run: repeat parts of it between two commits and compare the results bit for bit.
 
-1. `choose_stretches` draws random stretches between consecutive commits, up to the requested share of steps, unless the
-   user has selected a stretch.
+1. `choose_stretches` draws random stretches between consecutive commits, up to the requested fraction of all steps,
+   unless the user has selected a stretch.
 2. Repeat each stretch in a separate run directory (jobs/extras/replays/stretch.py).
 3. `compare` compares the result with the records of the run: every loss and gradient norm, the trace of each step in
    exact mode (pipeline/engine/exact.py), the ledger, and every bit of weights and optimizer moments in the commit.
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from data.errors import ClusterError, DataError, UsageError
+from data.errors import ClusterError, DataError, PatchlineError, UsageError
 from jobs.extras.replays.stretch import Replays
 from jobs.terminal import echo
 from pipeline.checkpoints.manifest import read_manifest
@@ -107,11 +107,11 @@ def audit(
     output: str | None,
     key: str | None,
     overrides: Sequence[str],
-) -> None:
-    """Repeat stretches of a run's steps, print a line for each, and write audit.json.
+) -> dict[str, Any]:
+    """Repeat stretches of a run's steps, print a line for each, and write audit.json; return its content.
 
-    Raises DataError if a stretch differs, or ClusterError if different conditions on this machine may be the reason;
-    also UsageError, and any error that a run raises.
+    Raises DataError if a stretch differs, ClusterError if different conditions on this machine may be the reason,
+    UsageError if the arguments are invalid, or any error raised by a run.
     """
     replays = Replays("audit", run, output, overrides)
     stage = replays.stage
@@ -167,7 +167,7 @@ def audit(
         "verdict": "differs" if differing else "equal",
         "stretches": [asdict(finding) for finding in findings],
     }
-    replays.report(report, values)
+    document = replays.report(report, values)
     if key is not None:
         Path(f"{report}.sig").unlink(missing_ok=True)
         command = ["ssh-keygen", "-Y", "sign", "-f", key, "-n", SIGNED_AS, str(report)]
@@ -180,22 +180,26 @@ def audit(
         echo(f"signed: {report}.sig; to verify it, run: {verify}")
     if differing and all(finding.verdict == OTHER_HARDWARE for finding in differing):
         conditions = sorted({name for finding in differing for name in finding.conditions})
-        raise ClusterError(
+        error: PatchlineError = ClusterError(
             f"cannot audit {replays.name} here: this machine differs from that of the run in {', '.join(conditions)}, "
             f"which changes the last bits; both values are in {report}\n"
             "  repeat the audit under the conditions of the run: the same processor, libraries, threads and variables"
         )
-    if differing:
-        raise DataError(
+    elif differing:
+        error = DataError(
             f"{replays.name} differs from a repetition of its steps: {differing[0]}\n"
             f"  the repeated steps are in {replays.folder}; to compare them with the run, use checkpoints diff"
         )
+    else:
+        return document
+    error.details = document
+    raise error
 
 
 def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Finding]:
-    """Draw random stretches between consecutive commits: as many as fit into `share` of all steps, but at least one.
+    """Draw random stretches between consecutive commits, which cover at most the fraction `share` of all steps.
 
-    Raises UsageError if there are no commits to compare with.
+    At least one stretch is drawn. Raises UsageError if there are no commits to compare with.
     """
     if not 0 < share <= 1:
         raise UsageError(f"--share is {share}, expected a number greater than 0 and at most 1, for example 0.01")

@@ -32,10 +32,10 @@ METRICS = ("grad_norm", "loss")  # fields of pipeline.extras.replays.batch.Recor
 MAX_SHOWN = 16  # maximum number of samples to print and to write as pictures
 
 
-def bisect(run: str, words: Sequence[str], *, output: str | None) -> None:
-    """Find the samples that caused the spike at a step, and write bisect.json.
+def bisect(run: str, words: Sequence[str], *, output: str | None) -> dict[str, Any]:
+    """Find the samples that caused the spike at a step, and write bisect.json; return its content.
 
-    Raises UsageError, and any error that a run raises.
+    Raises UsageError if the arguments are invalid, or any error raised by a run.
     """
     values: dict[str, str] = {}
     overrides = []
@@ -58,10 +58,10 @@ def bisect(run: str, words: Sequence[str], *, output: str | None) -> None:
     metric = values.get("metric", METRICS[0])
     if metric not in METRICS:
         raise UsageError(f"metric={metric}: expected one of {', '.join(METRICS)}")
-    bisect_step(replays, int(text), metric)
+    return bisect_step(replays, int(text), metric)
 
 
-def bisect_step(replays: Replays, step: int, metric: str) -> None:
+def bisect_step(replays: Replays, step: int, metric: str) -> dict[str, Any]:
     """Find the samples that caused the unusual loss or gradient norm at a step."""
     # 1. Determine the normal value.
     stage = replays.stage
@@ -129,7 +129,7 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
             f"  slot {sample['slot']}: {sample['shard']} {sample['key']}, labels {sample['labels']}; "
             f"{sample['picture']}"
         )
-    replays.report(folder / "bisect.json", {**request, "start": start, **outcome, "samples": samples})
+    return replays.report(folder / "bisect.json", {**request, "start": start, **outcome, "samples": samples})
 
 
 def found_samples(stage: TrainedStage, step: int, outcome: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:

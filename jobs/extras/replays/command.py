@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from data.errors import UsageError
+from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug
 from jobs.extras.replays.trained import find_trained
 
@@ -30,11 +31,11 @@ def replay(
         str | None, typer.Option(metavar="FILE.npz", help="Write images, labels and ids to this file.")
     ] = None,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Rebuild the global batch of one step exactly as the workers saw it."""
     from jobs.extras.replays.batch import replay
 
-    replay(run, step, to)
+    return Answer(replay(run, step, to), report_lines)
 
 
 def audit(
@@ -51,12 +52,15 @@ def audit(
     output: Output = None,
     key: Annotated[str | None, typer.Option(metavar="FILE", help="SSH key that signs audit.json.")] = None,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Verify a training run: repeat parts of it, and compare every bit with the run's records."""
     run = str(find_trained(run))  # report a wrong name before importing torch
     from jobs.extras.replays.audit import audit
 
-    audit(run, share=share, first=first, last=last, seed=seed, output=output, key=key, overrides=overrides or [])
+    report = audit(
+        run, share=share, first=first, last=last, seed=seed, output=output, key=key, overrides=overrides or []
+    )
+    return Answer(report)
 
 
 def bisect(
@@ -67,12 +71,12 @@ def bisect(
     ],
     output: Output = None,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Find the samples that caused a spike in the loss or gradient norm."""
     run = str(find_trained(run))
     from jobs.extras.replays.bisect import bisect
 
-    bisect(run, words, output=output)
+    return Answer(bisect(run, words, output=output))
 
 
 def without(
@@ -85,11 +89,11 @@ def without(
     to: Annotated[int | None, typer.Option(metavar="STEP", help="Last step; default: that of the last commit.")] = None,
     output: Output = None,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Repeat a run without some samples, leaving everything else unchanged; print the cost first."""
     run = str(find_trained(run))
     if samples is None and not shards:
         raise UsageError("no samples to remove\n  expected --samples FILE or --shards NAME")
     from jobs.extras.replays.without import without
 
-    without(run, samples=samples, shards=shards or [], to=to, output=output, overrides=overrides or [])
+    return Answer(without(run, samples=samples, shards=shards or [], to=to, output=output, overrides=overrides or []))

@@ -12,6 +12,7 @@
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,10 +43,11 @@ def without(
     to: int | None,
     output: str | None,
     overrides: Sequence[str],
-) -> None:
-    """Repeat the steps of a run without some samples, and print how the results change.
+) -> dict[str, Any]:
+    """Repeat the steps of a run without some samples; print and return how the results change.
 
-    Raises UsageError, DataError if a sample or shard is not in the run's data, and any error that a run raises.
+    Raises UsageError if the arguments are invalid, DataError if a sample or shard is not in the run's data, or any
+    error raised by a run.
     """
     replays = Replays("without", run, output, overrides)
     stage = replays.stage
@@ -131,12 +133,16 @@ def without(
         "statement": "these weights are those of the run in which the removed samples had the weight 0 from step 1 on",
         "equals_run": are_equal,
     }
-    replays.report(replays.folder / "audit.json", values)
+    document = replays.report(replays.folder / "audit.json", values)
     echo(f"the run without the samples: {repeated.folder}")
+    return {**document, "folder": str(repeated.folder)}
 
 
 def masked_ranges(index: Index, samples: str | None, shards: Sequence[str]) -> list[list[int]]:
-    """Return the samples listed in a file, and those in the given shards, as ranges. Raises DataError."""
+    """Return the samples listed in a file, and those in the given shards, as ranges.
+
+    Raises DataError if a listed sample does not exist, or if a shard name does not match exactly one shard.
+    """
     ranges = []
     # An empty list is allowed and repeats the run unchanged.
     if samples is not None and (not Path(samples).is_file() or Path(samples).read_bytes().strip()):

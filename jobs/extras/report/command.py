@@ -1,5 +1,6 @@
 """The command `patchline report`, with its arguments and options."""
 
+import sys
 import webbrowser
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,10 +9,10 @@ from typing import Annotated
 import typer
 
 from data.errors import UsageError
+from jobs.answer import Answer
 from jobs.commands.arguments import Debug
 from jobs.commands.status import no_run, run_or_stage
 from jobs.named_stages import RECORD
-from jobs.terminal import echo
 
 
 def report(
@@ -24,7 +25,7 @@ def report(
     ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
     _debug: Debug = False,
-) -> None:
+) -> Answer:
     """Write an HTML report of a run, or of several runs with the first step at which they differ."""
     from jobs.commands import stored_runs
     from jobs.extras.report.page import write_report
@@ -49,8 +50,9 @@ def report(
             problem = f"{page} is a folder" if page.is_dir() else f"the folder {page.parent} does not exist"
             raise UsageError(f"--output {page}: {problem}\n  expected a file name such as report.html")
         write_report(paths, page, stores)
-    echo(f"page: {page}")
     if open_ and not webbrowser.open(page.absolute().as_uri()):
-        echo(
-            "cannot open a browser on this machine; copy the report, a self-contained file, to a machine with a browser"
+        print(
+            "cannot open a browser on this machine; copy the report, a self-contained file, to a machine with one",
+            file=sys.stderr,
         )
+    return Answer({"page": str(page), "runs": runs}, lambda document: [f"page: {document['page']}"])

@@ -1,17 +1,24 @@
 """`patchline submit|logs|stop|list`: run campaigns as jobs on a Ray cluster."""
 
+import shlex
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from data.checks import check_name
 from data.errors import ClusterError, ExitCode, StorageError, UsageError
+from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe, Run
 from jobs.commands.campaigns import kinds_of, recipe_path
 from jobs.terminal import echo
+
+if TYPE_CHECKING:  # imports Ray
+    from jobs.extras.submit.submission import RayJob
 
 Variables = Annotated[
     list[str] | None,
@@ -36,7 +43,7 @@ def submit(
     env: Variables = None,
     wait: Wait = False,
     _debug: Debug = False,
-) -> int:
+) -> Answer:
     """Submit a recipe as a job to the Ray cluster at RAY_ADDRESS."""
     from jobs.extras.submit.portable import VARIABLE, portable
     from jobs.ownership import holder_state, owned_error
@@ -60,7 +67,7 @@ def submit(
     # Ray copies the checkout to the cluster. The recipe may be outside the checkout, so it is sent as text.
     text, changed = portable(document, run, Path.cwd(), kinds)
     if changed:
-        print(f"relative paths in the recipe are resolved against {Path.cwd()}: {', '.join(changed)}")
+        echo(f"relative paths in the recipe are resolved against {Path.cwd()}: {', '.join(changed)}")
     variables[VARIABLE] = text
     command = ["python", "-m", "jobs", "run", f"env:{VARIABLE}", f"run={run}"]
     if fresh:
@@ -74,11 +81,11 @@ def submit(
             state, seen = holder_state(storage, echo, SUBMIT_PERIODS)
             if seen is not None and state == "held":
                 raise owned_error(storage, seen)
-        submission.submit(run, command, environment=variables)
-    return follow(run) if wait else ExitCode.DONE
+        job = submission.submit(run, command, environment=variables)
+    return follow(run) if wait else Answer({"job": job_record(job), "next": []})
 
 
-def logs(run: Run, _debug: Debug = False) -> int:
+def logs(run: Run, _debug: Debug = False) -> Answer:
     """Follow the output of a submitted run, and exit with the run's exit code."""
     from data.storage import Folder
     from jobs.ownership import RAY_JOB, newest_lease
@@ -93,16 +100,27 @@ def logs(run: Run, _debug: Debug = False) -> int:
     return follow(name)
 
 
-def follow(run: str) -> int:
-    """Print a job's output until the job ends; return the exit code of its run. Raises ClusterError."""
+def follow(run: str) -> Answer:
+    """Print a job's output until the job ends; return an answer with the exit code of its run.
+
+    Raises ClusterError if the driver was killed, or if the cluster does not respond.
+    """
     from jobs.extras.submit import submission
 
     job = submission.logs(run)
     if job.status == "SUCCEEDED":
-        return ExitCode.DONE
+        return Answer({"job": job_record(job), "next": []})
+    command = f"python -m jobs status {shlex.quote(run)}"
+    document = {
+        "what": f"job {job.id} ended: {job.status}, exit code {job.exit_code}",
+        "job": job_record(job),
+        "next": [
+            {"do": "run", "command": command, "text": f"for the run's progress and how to resume it, run {command}"}
+        ],
+    }
     # Ray records no exit code for a stopped job. Its driver has committed a checkpoint, as after exit code 75.
     if job.status == "STOPPED":
-        return ExitCode.PREEMPTED
+        return Answer(document, code=ExitCode.PREEMPTED)
     # The driver was killed or never started, or its node is gone: report "unavailable", because a retry is safe.
     if job.exit_code is None or job.exit_code < 0 or job.exit_code - SIGNALLED in KILLS:
         raise ClusterError(
@@ -110,10 +128,10 @@ def follow(run: str) -> int:
             "  its driver was killed, or its node is gone\n"
             f"  for the run's progress, run python -m jobs status {run}; to resume it, submit it again"
         )
-    return job.exit_code
+    return Answer(document, code=job.exit_code)
 
 
-def stop(run: Run, _debug: Debug = False) -> None:
+def stop(run: Run, _debug: Debug = False) -> Answer:
     """Stop a run on any machine: its workers commit a checkpoint and exit."""
     from data.storage import Folder, open_storage
     from jobs.extras.submit import submission
@@ -125,27 +143,41 @@ def stop(run: Run, _debug: Debug = False) -> None:
     # Ray signals the drivers of its jobs, including queued jobs, which do not hold a lease yet.
     is_rays = seen is None or seen.record is None or seen.record["job"].startswith(RAY_JOB)
     if seen is None or is_rays:
-        submission.stop(name)
-    elif state == "held":
+        return Answer({"run": name, "job": job_record(submission.stop(name))})
+    if state == "held":
         submission.stop_holder(storage, seen, echo, submission.STOP_WAIT_S)
-    else:
-        echo(f"nothing to stop: {seen.holder} has ended; for its result, run python -m jobs status {name}")
+        return Answer({"run": name, "owner": seen.holder, "was_running": True})
+    return Answer({"run": name, "owner": seen.holder, "was_running": False}, not_running_lines)
 
 
-def list_jobs(_debug: Debug = False) -> None:
+def not_running_lines(document: Document) -> list[str]:
+    run = document["run"]
+    return [f"nothing to stop: {document['owner']} has ended; for its result, run python -m jobs status {run}"]
+
+
+def list_jobs(_debug: Debug = False) -> Answer:
     """List the jobs of the cluster: running, queued (with the reason) and finished."""
-    from jobs.cluster.ray import WAITING
     from jobs.extras.submit import submission
 
-    jobs = submission.list_jobs()
-    if not jobs:
-        echo("no jobs since the cluster's head node started; to submit one, run python -m jobs submit RECIPE")
-    for job in jobs:
-        # First line: status, start time without seconds, run. Second line: progress, or why the job is queued.
-        note = "  its driver has not started" if job.status == "PENDING" and not job.last_line else ""
-        echo(f"{job.status:10} {job.started[:-3]}  {job.run}{note}  ({job.id})")
-        if job.last_line:
-            echo(f"{'':10} {job.last_line.removeprefix(WAITING)}")
+    return Answer({"jobs": [job_record(job) for job in submission.list_jobs()]}, job_lines)
+
+
+def job_record(job: "RayJob") -> dict[str, Any]:
+    """Convert a job to plain values for a document."""
+    return {**asdict(job), "started": job.started}
+
+
+def job_lines(document: Document) -> Iterator[str]:
+    """Yield two lines per job: its status, start time and run; then its progress, or the reason why it is queued."""
+    from jobs.cluster.ray import WAITING
+
+    if not document["jobs"]:
+        yield "no jobs since the cluster's head node started; to submit one, run python -m jobs submit RECIPE"
+    for job in document["jobs"]:
+        note = "  its driver has not started" if job["status"] == "PENDING" and not job["last_line"] else ""
+        yield f"{job['status']:10} {job['started'][:-3]}  {job['run']}{note}  ({job['id']})"
+        if job["last_line"]:
+            yield f"{'':10} {job['last_line'].removeprefix(WAITING)}"
 
 
 def job_name(run: str) -> str:

@@ -113,7 +113,7 @@ def test_an_import_from_a_missing_extra_is_a_usage_error_and_a_wrong_name_is_a_b
     def fail(run: Path) -> None:
         exec(line)
 
-    monkeypatch.setattr("jobs.commands.status.print_status", fail)
+    monkeypatch.setattr("jobs.commands.status.status_of", fail)
     assert main(["status", "."]) == code
     assert message in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ import pytest
 
 from data.errors import UsageError
 from data.storage import Folder
-from jobs.commands.status import print_status, run_or_stage
+from jobs.commands.status import run_or_stage, status_lines, status_of
 from jobs.ownership import Lease
 from jobs.run.log import write_status
 from pipeline.monitoring.telemetry import Telemetry
@@ -17,12 +17,11 @@ from tests.test_pipeline.monitoring.test_telemetry import REPORT
 pytestmark = pytest.mark.quick
 
 
-def test_status_of_a_stages_folder_shows_only_that_stage(tmp_path: Path, capsys):
+def test_status_of_a_stages_folder_shows_only_that_stage(tmp_path: Path):
     for name in ("pretrain-1", "finetune-2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "stage.json").write_text("{}")
-    print_status(tmp_path / "finetune-2")
-    assert capsys.readouterr().out.splitlines() == [
+    assert list(status_lines(status_of(tmp_path / "finetune-2"))) == [
         f"run  {tmp_path}",
         "end  unknown: no command has ended yet",
         f"{'finetune-2':24} started, no step yet",
@@ -33,13 +32,12 @@ def test_status_without_a_run_lists_nearby_runs(tmp_path: Path):
     (tmp_path / "digits" / "pretrain-1").mkdir(parents=True)
     (tmp_path / "digits" / "pretrain-1" / "stage.json").write_text("{}")
     with pytest.raises(UsageError, match=r"runs nearby: .*digits"):
-        print_status(tmp_path / "digit")
+        status_of(tmp_path / "digit")
 
 
-def test_status_distinguishes_killed_and_running_commands(tmp_path: Path, capsys):
+def test_status_distinguishes_killed_and_running_commands(tmp_path: Path):
     def shown() -> tuple[str, str]:
-        print_status(tmp_path)
-        _run, end, stage = capsys.readouterr().out.splitlines()
+        _run, end, stage = status_lines(status_of(tmp_path))
         return end, stage
 
     (tmp_path / "pretrain-1").mkdir()

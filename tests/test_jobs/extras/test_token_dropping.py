@@ -22,10 +22,9 @@ TOKEN_DROPPING = (
 MASKED = ("pretrain.model.name=Masked-mu/8", "pretrain.objective=masked", "pretrain.data.evaluate=null")
 
 
-def test_plan_counts_dropped_tokens_and_lists_the_phases(recipe, capsys):
+def test_plan_counts_dropped_tokens_and_lists_the_phases(recipe):
     loaded = campaigns.load(recipe, list(TOKEN_DROPPING))
-    plan(loaded, Assumptions(), print)
-    text = capsys.readouterr().out
+    text = "\n".join([*plan(loaded, Assumptions(), print)["report"], ""])
     model = loaded.stage("pretrain").model
     whole = 24 * 16 * 6 * models.macs_of(model)
     flops = flops_of(loaded.stage("pretrain").config.phases(24, model), model, range(24), 16)
@@ -39,9 +38,9 @@ def test_plan_counts_dropped_tokens_and_lists_the_phases(recipe, capsys):
     ("overrides", "message"),
     [
         (("pretrain.thinning.patch_dropout=1.0",), "expected 0 .off. to less than 1"),
-        (("pretrain.thinning.patch_dropout_until=0.0",), "expected a share of the steps"),
-        (("pretrain.thinning.image_sizes=[16]",), "one share of the steps per size"),
-        ((*TOKEN_DROPPING, "pretrain.thinning.image_sizes_until=[1.0]"), "increasing shares of the steps"),
+        (("pretrain.thinning.patch_dropout_until=0.0",), "expected a fraction of the steps"),
+        (("pretrain.thinning.image_sizes=[16]",), "one fraction of the steps for each size"),
+        ((*TOKEN_DROPPING, "pretrain.thinning.image_sizes_until=[1.0]"), "increasing fractions of the steps"),
         (
             (*TOKEN_DROPPING, "pretrain.thinning.image_sizes=[12]"),
             "multiples of 8 below model.image_size 24, for example 8",
@@ -51,7 +50,7 @@ def test_plan_counts_dropped_tokens_and_lists_the_phases(recipe, capsys):
         ((*TOKEN_DROPPING, "pretrain.model.positions_at=every"), "every layer adds positions"),
         (
             (*TOKEN_DROPPING, "pretrain.model.name=Axial-mu/8"),
-            "classification with plain ViTs and hybrids; found family axial",
+            "classification with plain or hybrid ViTs; found family axial",
         ),
         ((*TOKEN_DROPPING, *MASKED), "found family masked, objective masked"),
     ],

@@ -157,10 +157,9 @@ def test_a_key_changes_only_with_the_dependencies_of_the_run(protocol):
     assert more == before, "the way a run is computed must not change its key"
 
 
-def test_the_final_runs_get_the_best_value_and_keep_their_keys(protocol, capsys):
+def test_the_final_runs_get_the_best_value_and_keep_their_keys(protocol):
     before = load(protocol, [])
-    plan(before, Assumptions(), print)
-    planned = capsys.readouterr().out
+    planned = "\n".join(plan(before, Assumptions(), print)["report"])
     assert planned.count("optim.lr: the best of 0.01, 0.1 by accuracy, known after finetune.grid") == 2
     assert "2 runs in 2 rows by accuracy: chooses the highest mean; if equal, the first in the recipe" in planned
     assert "lr: the best of 0.01, 0.1 by accuracy, known after" in recipe_text.resolved(before)
@@ -179,8 +178,8 @@ def test_the_final_runs_get_the_best_value_and_keep_their_keys(protocol, capsys)
     assert asdict(with_values(before).stage("finetune.seed-1").config) == asdict(
         after.stage("finetune.seed-1").config
     ), "the command that made the table uses the same values as a later command"
-    plan(after, Assumptions(), print)
-    assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in capsys.readouterr().out
+    planned = "\n".join(plan(after, Assumptions(), print)["report"])
+    assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in planned
     assert records.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
 
     # If a new choice differs, runs with the old choice are not skipped silently.
@@ -412,7 +411,7 @@ def test_a_single_draw_is_recognised_by_the_end_of_the_metrics_name_not_by_the_s
     table: list[str] = []
     log_table([{"stage": "finetune", "seconds": 1.0, "skipped": False, "metrics": metrics}], table.append)
     assert "accuracy 50.0%  seedlings top-1 25.0%  seed-bank 5shot 75.0%" in table[1]
-    line = status.stage_line(folder, has_ended=True)
+    line = status.stage_line(status.stage_status(folder, str(folder), has_ended=True))
     assert line.endswith("  accuracy 0.5000  seedlings top-1 0.2500  seed-bank 5shot 0.7500")
     record = evaluation_record(3, metrics, {})
     assert record["line"] == f"evaluate step 3  {line.partition('  ')[2]}"
