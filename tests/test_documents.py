@@ -171,9 +171,9 @@ def test_index_of_foreign_tars(here: Path, shards: Path) -> None:
 
 @pytest.mark.slow
 def test_documents_of_commands_that_repeat_steps(here: Path) -> None:
-    assert document_of(["audit", "runs/small", "--share", "1"])["verdict"] == "equal"
-    assert "samples" in document_of(["bisect", "runs/small", "step=4"])
+    assert document_of(["audit", "runs/small", "--share", "1"])["content"]["verdict"] == "equal"
+    assert "samples" in document_of(["bisect", "runs/small", "step=4"])["content"]
     (here / "none.txt").touch()
-    assert document_of(["without", "runs/small", "--samples", "none.txt"])["equals_run"]
+    assert document_of(["without", "runs/small", "--samples", "none.txt"])["content"]["equals_run"]
     assert document_of(["trial", "small.yaml", "run=runs/trial"])["trials"][0]["stage"] == "pretrain"
     assert document_of(["preflight", "small.yaml", "run=runs/preflight"])["checks"]

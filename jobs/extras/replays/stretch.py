@@ -209,4 +209,4 @@ class Replays:
         path.parent.mkdir(parents=True, exist_ok=True)
         artifacts.write_record(path, {**provenance, **values})
         echo(f"written: {path}")
-        return {"record": str(path), **provenance, **values}
+        return {"record": str(path), "content": {**provenance, **values}}
