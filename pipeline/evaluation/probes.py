@@ -149,8 +149,8 @@ def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
 def fit(x: Tensor, labels: Tensor, l2: float = L2) -> LinearMap:
     """Fit the linear map to features (N, D) and labels (N,), in float64.
 
-    The result differs from the original's float32 result by no more than the original's results on different platforms
-    differ from each other.
+    The difference from the original implementation's float32 result is no larger than the differences between that
+    implementation's results on different platforms.
     """
     x = x.double()
     mean = x.mean(0)

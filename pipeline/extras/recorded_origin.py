@@ -30,7 +30,7 @@ def recorded_loss(path: str) -> str | None:
 
 
 def recorded_form(path: str) -> dict[str, Any] | None:
-    """Return the architecture from which weights were imported, as another library names it; None if not imported.
+    """Return the name, in another library, of the architecture of imported weights; None for all other weights.
 
     It is the result of `form_of` in models/extras/weights/formats.py, recorded by the import from which the weights'
     first stage started. Raises DataError for an altered record.
