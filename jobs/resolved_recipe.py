@@ -273,7 +273,7 @@ class Campaign:
         return open_storage(self.run, self.remote)
 
     def stage(self, name: str) -> Stage:
-        """Return the stage with this name. Raises ConfigError, which suggests the most similar name."""
+        """Return the stage with this name. If there is none, raises ConfigError, which suggests the most similar name."""
         for stage in self.stages:
             if stage.name == name:
                 return stage

@@ -59,7 +59,7 @@ class WrittenFile:
 
     @property
     def bytes(self) -> int:
-        """Return the size of the file; 0 if none was written."""
+        """Return the size of the file; 0 if no file was written."""
         return self.record["bytes"] if self.record else 0
 
 

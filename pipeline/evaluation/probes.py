@@ -1,4 +1,4 @@
-"""Computes the outcomes of evaluation protocols: the few-shot probe of frozen features, and the head's best classes.
+"""Computes the outcomes of evaluation protocols: the few-shot probe of frozen features, and the head's predictions.
 
 The few-shot probe fits a ridge regression to a few images per class, in closed form. It reads features block by block,
 so data sets can have any size, and returns for every test sample whether it was classified correctly:

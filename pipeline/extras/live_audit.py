@@ -335,7 +335,7 @@ def verdict(votes: Sequence[Tensor], rank: int, repeater: int) -> tuple[int | No
     """Return the worker whose result is wrong, and the right result.
 
     `votes` are the original result, its repetition by `repeater`, and one more repetition by each worker. More than
-    half of them must agree; otherwise, the worker is None, and the repetition stands for the right result.
+    half of them must agree; otherwise, the returned worker is None, and the returned result is the repetition.
     """
     keys = [vote.cpu().numpy().tobytes() for vote in votes]
     key, count = Counter(keys).most_common(1)[0]

@@ -46,7 +46,7 @@ def recorded_form(path: str) -> dict[str, Any] | None:
 
 
 def recorded(path: str, name: str, read: Callable[[str], Any]) -> Any:
-    """Return a recorded value for weights, or for another project's weights the value from `read`; None if unknown."""
+    """Return the recorded value for our weights, or the value from `read` for another project's; None if unknown."""
     sha256: str | None = None  # digest of the weights that the previous stage started from
     while True:
         folder = Path(path)
