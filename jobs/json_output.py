@@ -110,7 +110,8 @@ def stdout_as_stderr() -> Iterator[TextIO]:
             yield stdout
         return
     stdout.flush()
-    with os.fdopen(os.dup(stdout.fileno()), "w", encoding="utf-8") as real:
+    # Bytes of a file name that are not UTF-8 are surrogates in a string. They become escapes of JSON, such as \udcff.
+    with os.fdopen(os.dup(stdout.fileno()), "w", encoding="utf-8", errors="backslashreplace") as real:
         os.dup2(sys.stderr.fileno(), stdout.fileno())
         try:
             with contextlib.redirect_stdout(sys.stderr):

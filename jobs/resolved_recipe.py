@@ -117,6 +117,13 @@ class StageKind:
         """Check a stage before it runs: raise an exception for an error, and yield all other results."""
         return ()
 
+    def ways_to_train_longer(self, stage: "Stage", before: Mapping[str, Any], available: "Available") -> Iterable[str]:
+        """Return commands that continue a stage for more steps; `before` has the "forbid" fields of its earlier start.
+
+        Each command is followed by its meaning. Called if only the length of the stage has changed.
+        """
+        return ()
+
     def check_outputs(self, stage: "Stage", available: "Available") -> Iterable["CheckResult"]:
         """Check the outputs of a finished stage, in addition to the digests of its files."""
         return ()

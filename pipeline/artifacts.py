@@ -194,10 +194,12 @@ def check_file(path: Path, expected: FileRecord, covering: DigestRecord) -> File
         raise altered(path, f"it is missing, although {covering.path.name} lists it", covering)
     actual = digest_of(path)
     if actual["bytes"] != expected["bytes"]:
-        difference = f"it has {actual['bytes']} bytes; {covering.path.name} lists {expected['bytes']}"
+        difference = f"it has {actual['bytes']} bytes, but {covering.path.name} lists {expected['bytes']}"
         raise altered(path, difference, covering)
     if actual["sha256"] != expected["sha256"]:
-        difference = f"its sha256 is {actual['sha256'][:12]}…; {covering.path.name} lists {expected['sha256'][:12]}…"
+        difference = (
+            f"its sha256 is {actual['sha256'][:12]}…, but {covering.path.name} lists {expected['sha256'][:12]}…"
+        )
         raise altered(path, difference, covering)
     return actual
 
@@ -267,7 +269,9 @@ def fetch_weights(storage: Storage, stage: str) -> None:
     folder = storage.local / stage
     record = storage.read(f"{stage}/{DONE}")
     if record is None:
-        raise DataError(f"{storage.address(stage)} has no {DONE}: the stage has not finished\n  run it first")
+        raise DataError(
+            f"{storage.address(stage)} has no {DONE}, because the stage has not finished\n  run the stage first"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / DONE, record)
     files: dict[str, FileRecord] = read_record(folder / DONE).get("files", {})

@@ -110,8 +110,8 @@ class Health:
         # and no worker is left waiting in a collective.
         self.skipped_in_a_row += 1
         self.telemetry.log(
-            f"step {step}: non-finite gradient; step skipped, weights unchanged; "
-            f"this worker's first samples (epoch, shard, sample): {ids[:4]}"
+            f"step {step}: the gradient is not finite; skipped the step, the weights are unchanged; "
+            f"first samples of this worker (epoch, shard, sample): {ids[:4]}"
         )
 
     def report_spike(

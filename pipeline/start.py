@@ -316,8 +316,8 @@ def check_stage(cfg: TrainConfig, job: Job, manifest: Manifest, folder: str) -> 
         "; ".join(config.differences(recorded(manifest.config), recorded(config.tagged(cfg, "forbid")))) or "its inputs"
     )
     raise CheckpointError(
-        f"the newest checkpoint in {folder} has stage key {manifest.key[:8]}, expected {job.key[:8]}; "
-        f"changed: {changed}\n  move the checkpoint back to its own stage"
+        f"the newest checkpoint in {folder} has the stage key {manifest.key[:8]}, expected {job.key[:8]}; "
+        f"changed: {changed}\n  move the checkpoint back to the folder of its stage"
     )
 
 
@@ -343,7 +343,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         if manifest.masked:
             text += f", {counted(sum(stop - first for *_, first, stop in manifest.masked), 'sample')} masked"
     elif job.init:
-        text = f"weights from {job.init}, optimizer fresh, step 0"
+        text = f"weights from {job.init}, new optimizer state, step 0"
     else:
         text = f"random weights from seed {cfg.seed}, step 0"
     precision: str = cfg.precision
@@ -430,6 +430,7 @@ def check_masked(worker: Worker, progress: Progress) -> None:
     step, shard, first, _ = progress.masked[0]
     if masked_by(worker.hooks, step, np.array([shard]), np.array([first])) is None:
         raise CheckpointError(
-            f"the checkpoint of step {progress.step} masks samples, but this task has no hook that masks them\n"
+            f"the run has masked samples before step {progress.step}, but this checkout has no hook that masks "
+            "samples\n"
             "  use the checkout that started the run, with jobs/extras/async_evaluation and pipeline/extras/replays"
         )

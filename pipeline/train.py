@@ -414,7 +414,7 @@ def export_weights(worker: Worker, progress: Progress) -> StageResult:
         damage: list[str] = []
         spent = account(read_metrics(directory, None, damage))
         for message in damage:
-            worker.group.telemetry.log(f"the shares of time are incomplete: {message}")
+            worker.group.telemetry.log(f"the shares of time in the summary are incomplete: {message}")
         values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
         worker.group.telemetry.report("effective", values, spent.line())
     kind = "averaged weights" if worker.cfg.polyak else "weights"

@@ -81,6 +81,10 @@ class TrainingExtra:
         """Check a stage before it runs: raise the first error, and yield warnings and other results."""
         return ()
 
+    def ways_to_train_longer(self, stage: Stage, before: Mapping[str, Any], available: Available) -> Iterable[str]:
+        """Return commands that continue a stage for more steps, as in StageKind."""
+        return ()
+
     def before(self, cfg: TrainConfig, context: Context) -> None:
         """Do the extra's work before the first attempt, such as linking a checkpoint; the checks have passed."""
 
@@ -177,6 +181,11 @@ class Training(StageKind):
             fields += more_fields
             commands += more_commands
         return fields, commands
+
+    def ways_to_train_longer(self, stage: Stage, before: Mapping[str, Any], available: Available) -> Iterator[str]:
+        """Yield the commands reported by the extras."""
+        for extra in self.extras:
+            yield from extra.ways_to_train_longer(stage, before, available)
 
     def model(self, cfg: TrainConfig, source_model: SourceModel) -> ModelConfig | None:
         """Return the architecture of the trained model; None if the initial weights are missing."""

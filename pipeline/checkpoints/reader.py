@@ -66,7 +66,10 @@ def verify(checkpoint: Path) -> Manifest:
         if actual["sha256"] != record["sha256"]:
             raise DamagedCheckpoint(f"{path}: its sha256 differs from the manifest; the file has changed")
         if actual["chunks"] != record["chunks"]:
-            raise DamagedCheckpoint(f"{path}: its sha256 matches the manifest, but the digests of its chunks do not")
+            raise DamagedCheckpoint(
+                f"{path}: its sha256 matches the manifest, but the digests of its chunks do not, so the manifest is "
+                "damaged"
+            )
         # Check the header too: the digests would also match if the committed file was not a checkpoint file.
         FragmentFile(path, record).close()
     return manifest
@@ -96,7 +99,7 @@ class FragmentFile:
             self.fill(memoryview(length_field)[: self.size], 0)
             data_begins = LENGTH_BYTES + int.from_bytes(length_field, "little")
             if data_begins > self.size:
-                raise ValueError(f"its header would end at byte {data_begins} of {self.size}")
+                raise ValueError(f"its header would end at byte {data_begins}, but the file has {self.size} bytes")
             text = bytearray(data_begins - LENGTH_BYTES)
             self.fill(memoryview(text), LENGTH_BYTES)
             for key, described in json.loads(text).items():
@@ -106,7 +109,7 @@ class FragmentFile:
                 (count,) = described["shape"]
                 is_flat_fp32 = described["dtype"] == "F32" and end_byte - first_byte == FLOAT_BYTES * count
                 if not is_flat_fp32 or not 0 <= first_byte <= end_byte <= self.size - data_begins:
-                    raise ValueError(f"{key} is {described}")
+                    raise ValueError(f"the entry {key} is invalid: {described}")
                 self.places[key] = (data_begins + first_byte, count)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{path} has no valid fragments: {error}") from None

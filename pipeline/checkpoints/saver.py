@@ -291,7 +291,7 @@ class Saver:
         if self.deleting.is_alive():
             self.telemetry.log(
                 f"old checkpoints are still being deleted under {self.checkpoints.address} after {DELETING_S:.0f} s; "
-                "the run continues, but their disk space is not free yet"
+                "the run continues, but the disk space that they use is not free yet"
             )
 
     def delete_old(self, before: threading.Thread | None) -> None:
@@ -377,7 +377,7 @@ def check_disk_space(cfg: TrainConfig, model: ModelConfig, checkpoints: StageChe
     free = free_bytes(checkpoints.local)
     if free < needed:
         raise CheckpointError(
-            f"{size_text(needed)} needed under {checkpoints.local} ({parts}), {size_text(free)} free\n"
+            f"{size_text(needed)} are needed under {checkpoints.local} ({parts}), but only {size_text(free)} are free\n"
             f"  expected: room for keep={cfg.keep} checkpoints, for one more while it is written, and for the weights\n"
             "  free space there, lower keep, or use another disk: run=/elsewhere"
         )

@@ -205,7 +205,7 @@ class StageCheckpoints:
                 leftovers.append(str(leftover))
             removed.append(name)
         if leftovers:
-            raise OSError(f"could not delete all of {', '.join(leftovers)}; the next start will try again")
+            raise OSError(f"could not delete all files of {', '.join(leftovers)}; the next start will try again")
         return removed
 
     def adopt(self, source: Path, key: str | None = None) -> None:
@@ -292,10 +292,10 @@ def check_seen(storage: Storage, staged: str, written: Sequence[WrittenFile], lo
     ranks = [rank for rank, file in enumerate(written) if file.name in unseen]
     first = written[ranks[0]]
     bytes_seen = unseen[first.name]
-    visible = "no such file" if bytes_seen is None else f"{bytes_seen:,} bytes"
+    visible = "no file" if bytes_seen is None else f"{bytes_seen:,} bytes"
     others = ""
     if len(ranks) > 1:
-        others = f", nor the files of {len(ranks) - 1} more workers ({', '.join(map(str, ranks[1:9]))} …)"
+        others = f", and not the files of {len(ranks) - 1} more workers ({', '.join(map(str, ranks[1:9]))} …)"
     raise CheckpointError(
         f"worker {ranks[0]} on {first.node} wrote {address}/{first.name} ({size_text(first.bytes)}), but rank 0 on "
         f"{socket.gethostname()} sees {visible} there after {waited_s:.0f} s{others}; "

@@ -34,7 +34,7 @@ def use_deterministic_kernels() -> None:
     value = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_VALUES[0])
     if value not in CUBLAS_VALUES:
         raise ConfigError(
-            f"{CUBLAS_VARIABLE} is {value!r}: with this value cuBLAS may add in a different order each time\n"
+            f"{CUBLAS_VARIABLE} is {value!r}: with this value, cuBLAS may sum in a different order each time\n"
             f"  expected {' or '.join(CUBLAS_VALUES)}, because exact_parts guarantees bitwise equal results\n"
             f"  run unset {CUBLAS_VARIABLE}, or set cluster.environment.{CUBLAS_VARIABLE}={CUBLAS_VALUES[0]}"
         )

@@ -334,7 +334,7 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
             continue
         readable = len(stores[path].rows)
         if readable == 0:
-            raise DataError(f"{path}: none of {stores[path].index.samples} samples could be read")
+            raise DataError(f"{path}: none of the {stores[path].index.samples} samples could be read")
         if stores[path].not_finite:
             raise DataError(
                 f"{path}: the model's outputs contain NaN or infinity for {stores[path].not_finite:,} of {readable:,} "

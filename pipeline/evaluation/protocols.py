@@ -76,7 +76,7 @@ class LogisticConfig:
 
     def __post_init__(self) -> None:
         require(min(self.l2, default=-1.0) >= 0, f"logistic.l2 is {self.l2}, expected one or more penalties ≥ 0")
-        require(0 < self.held_out < 1, f"logistic.held_out is {self.held_out}, expected a share between 0 and 1")
+        require(0 < self.held_out < 1, f"logistic.held_out is {self.held_out}, expected a fraction between 0 and 1")
         at_least(self, 0, "seed", "logistic.")
         at_least(self, 1, "iterations", "logistic.")
 

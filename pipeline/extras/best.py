@@ -62,8 +62,8 @@ class BestConfig(TrainConfig):
             return
         require(
             self.evaluate_every > 0,
-            f"keep_best is {self.keep_best}, but evaluate_every is 0: the only evaluation is at the end\n"
-            "  set evaluate_every, or keep_best=null",
+            f"keep_best is {self.keep_best}, but evaluate_every is 0, so the stage is evaluated only at the end\n"
+            "  set evaluate_every to a number of steps, or keep_best=null",
         )
         # `evaluate_on` is a key of the asynchronous evaluation extra, which may not be part of this config.
         evaluate_on = getattr(self, "evaluate_on", "training")

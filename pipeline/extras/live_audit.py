@@ -303,13 +303,14 @@ class LiveAudit(Hook):
         remedy = "  the run resumes from its last checkpoint; test the node's memory and device before using it again"
         if rank is None:
             raise CorruptWorker(
-                f"live audit of step {step}: worker {pair[0]} or worker {pair[1]} computes wrong results, and two "
-                f"workers cannot tell which: {text}\n  {remedy.strip()}"
+                f"live audit of step {step}: worker {pair[0]} or worker {pair[1]} computes wrong results; with only "
+                "two workers, "
+                f"the audit cannot tell which: {text}\n  {remedy.strip()}"
             )
         if rank != self.rank:
             # The attempt ends as soon as the accused worker has raised; its error must be the first.
             dist.barrier()
-        raise CorruptWorker(f"live audit of step {step}: worker {rank} is wrong: {text}\n{remedy}")
+        raise CorruptWorker(f"live audit of step {step}: worker {rank} computed wrong results: {text}\n{remedy}")
 
     def before_save(self, progress: "Progress") -> None:
         """Collective: finish the audit of the last step, so that no checkpoint contains values found to be wrong."""

@@ -138,11 +138,13 @@ def check_points(values: Sequence[Sequence[float]]) -> None:
     terms = len(values)
     n = len(values[0])
     if n < 2 + 2 * terms:
-        raise ValueError(f"{n} points, expected at least {2 + 2 * terms} for a law with {1 + 2 * terms} parameters")
+        raise ValueError(
+            f"found {n} points, expected at least {2 + 2 * terms} for a law with {1 + 2 * terms} parameters"
+        )
     for column in values:
         distinct = len(set(column))
         if distinct < VALUES:
-            raise ValueError(f"a variable of the law has {distinct} values, expected at least {VALUES}")
+            raise ValueError(f"a variable of the law has {distinct} distinct values, expected at least {VALUES}")
 
 
 def fit(x: np.ndarray, y: np.ndarray, draws: int = DRAWS) -> Law:
@@ -153,9 +155,9 @@ def fit(x: np.ndarray, y: np.ndarray, draws: int = DRAWS) -> Law:
     n, k = x.shape
     check_points(x.T.tolist())
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        raise ValueError("a value is infinite or not a number")
+        raise ValueError("a value is infinite or NaN, expected finite numbers")
     if not (x > 0).all() or not (y > 0).all():
-        raise ValueError("a value is 0 or less, but a power law needs positive values")
+        raise ValueError("a value is 0 or less, expected positive values for a power law")
     scale = np.exp(np.log(x).mean(0))
     scaled = x / scale
     # The noise is relative to the true value, so the law itself is a better weight than the noisy value.

@@ -330,7 +330,7 @@ class MetricsRecord(dict[str, Any]):
         self.path = path
 
     def __missing__(self, name: str) -> Any:
-        raise altered(self, f"a record without {name!r}")
+        raise altered(self, f"a record has no {name!r}")
 
 
 def altered(record: Record, problem: str) -> DataError:
@@ -626,7 +626,7 @@ def account(records: Sequence[Record]) -> Account:
                 total.compute += kept_share * working_s
                 seconds += report["seconds"]
             except (TypeError, ArithmeticError):
-                raise altered(report, "a value of the wrong type") from None
+                raise altered(report, "a value has the wrong type") from None
         total.other += max(0.0, end - first_step_at - seconds)
         previous_end = end
     return total

@@ -19,7 +19,7 @@ def test_one_number_is_a_pair_of_equal_python_integers(value, expected):
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, "3", True, [1, 2, 3], [], None])
 def test_what_is_no_pair_of_positive_integers_is_refused(value):
-    with pytest.raises(ValueError, match=r"^patch must be one positive whole number or two, found "):
+    with pytest.raises(ValueError, match=r"^patch must be one or two positive integers, found "):
         pair("patch", value)
 
 

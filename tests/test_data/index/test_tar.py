@@ -114,7 +114,7 @@ def test_the_zeros_behind_a_tar_are_those_that_writers_put_there(content, zeros,
     if is_whole:
         check_end(tar, "t", content * 512)
         return
-    with pytest.raises(DataError, match=f"nothing but zeros from byte {content * 512} to its end, {zeros * 512:,} of"):
+    with pytest.raises(DataError, match=f"only zeros after byte {content * 512}, {zeros * 512:,} of"):
         check_end(tar, "t", content * 512)
 
 
