@@ -62,9 +62,10 @@ class Branches(TrainingExtra):
         yield from ()
 
     def ways_to_train_longer(self, stage: Stage, before: Mapping[str, Any], available: Available) -> Iterator[str]:
-        """Yield the command that finishes a stage at its earlier length and continues it as a branch, or the reason.
+        """Yield the command that continues a stage as a branch, or the reason why its schedule does not allow this.
 
-        The cool-down of the branch is a tenth of the whole training.
+        The command first trains the stage to its earlier length. The cool-down of the branch lasts a tenth of the total
+        number of steps.
         """
         cfg = stage.config
         earlier = replace(cfg, steps=before.get("steps"), passes=before.get("passes"))
