@@ -191,7 +191,7 @@ COMPUTE: dict[str, Callable[[Inputs, Any], Outcome]] = {
 
 
 def compute(inputs: Inputs, settings: Any) -> Outcome:
-    """Compute the outcome of the protocol `inputs.name`; raises MissingExtra if its extra is not in this checkout."""
+    """Compute the outcome of the protocol `inputs.name`. Raises MissingExtra if its extra is not in this checkout."""
     name = inputs.name
     if name not in COMPUTE:
         return load_optional(f"pipeline.extras.probes:{name}", f"the protocol {name}")(inputs, settings)
