@@ -427,7 +427,7 @@ def missing_extra(error: ImportError) -> Exception:
 
 
 def explained(error: Exception, words: Sequence[str]) -> tuple[Exception, str]:
-    """Return the error to report, whose exit code is used, and its message; report unexpected exceptions as bugs."""
+    """Return the error that determines the exit code, and its message; describe unexpected exceptions as bugs."""
     if isinstance(error, TyperException):
         error = UsageError(usage_message(error, words))
     if isinstance(error, ImportError):
