@@ -263,7 +263,7 @@ def test_hung_run_is_ended_with_its_cause_and_resumes(places, few, twin, run) ->
 
 
 @pytest.mark.slow
-def test_who_runs_out_of_memory_is_named_with_what_to_lower(twin, run) -> None:
+def test_incident_names_the_worker_out_of_memory_and_a_remedy(twin, run) -> None:
     assert finish(run, patch="short_of_memory") == 0, said(run)
     expected = [
         "worker 1 on .*, in reduce of step 12: killed by the out-of-memory killer",
@@ -510,7 +510,7 @@ def test_workers_that_end_leave_no_old_checkpoint_half_deleted(ends, run) -> Non
     assert deletions == ["begun", "done"] * (len(deletions) // 2)
 
 
-def test_a_log_that_cannot_be_written_costs_lines_and_not_the_run(twin, run) -> None:
+def test_unwritable_log_loses_lines_but_does_not_stop_the_run(twin, run) -> None:
     assert finish(run, patch="full_log") == 0, said(run)
     text = (stage(run) / "log.txt").read_text()
     assert "step 12/40" not in text
@@ -690,7 +690,7 @@ def test_the_time_of_a_run_adds_up(twin) -> None:
 
 
 @pytest.mark.parametrize("starts", [2, pytest.param(20, marks=SOAK)])
-def test_of_concurrent_runs_one_trains_and_the_others_exit_73(starts, twin, run) -> None:
+def test_only_one_of_several_concurrent_runs_trains_and_the_others_exit_with_73(starts, twin, run) -> None:
     crowd = [start(run, patch="in_no_hurry") for _ in range(starts)]
     while sum(process.is_alive() for process in crowd) > 1:
         time.sleep(0.05)

@@ -302,7 +302,7 @@ def test_a_host_that_comes_back_under_its_old_name_at_once_is_another_one(cluste
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [ONCE, LONG])
-def test_a_host_that_gives_notice_costs_no_step_and_is_no_incident(rounds, cluster, shared) -> None:
+def test_drained_host_loses_no_step_and_causes_no_incident(rounds, cluster, shared) -> None:
     """Runs have five times as many steps, because `ray drain-node` takes seconds."""
     rng = random.Random(SEED + 5)
     steps = "pretrain.steps=200"
@@ -579,7 +579,7 @@ def test_dead_link_of_5_s_restarts_nothing(fault, cluster, twin, shared) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [ONCE, QUARTER])
-def test_a_minute_of_delay_and_loss_restarts_nothing(rounds, cluster, twin, shared) -> None:
+def test_minute_of_network_delay_and_loss_causes_no_restart(rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 3)
     for number in range(rounds):
         run = shared / f"slow-{rounds}-{number}"

@@ -349,7 +349,7 @@ def test_a_package_is_not_named_like_a_module_of_the_standard_library() -> None:
 # ----------------------------------------------------------------------------- what tests and benchmarks name
 
 
-def test_whatever_tests_and_benchmarks_name_of_ours_is_there() -> None:
+def test_names_imported_by_tests_and_benchmarks_exist() -> None:
     """Mypy checks only the packages, and rarely run tests do not notice moved names."""
     problems = []
     for folder in ("tests", "benchmarks"):
@@ -454,7 +454,7 @@ def names_in(module: str) -> frozenset[str]:
         ("import models\nmodels.nothing", "models.nothing"),
     ],
 )
-def test_a_name_that_was_moved_is_missed(source: str, name: str) -> None:
+def test_check_reports_a_name_that_was_moved(source: str, name: str) -> None:
     assert missing_names(source) == [(len(source.splitlines()), name)]
 
 

@@ -165,7 +165,7 @@ def test_plan_and_run_alike_refuse_a_set_without_samples(recipe, shards, tmp_pat
         assert f"pretrain: {tmp_path}/none has no samples" in capsys.readouterr().err
 
 
-def test_the_key_is_of_every_set_s_content_and_weight_but_not_of_where_it_is(recipe, shards, tmp_path):
+def test_key_depends_on_content_and_weight_of_every_set_but_not_on_its_path(recipe, shards, tmp_path):
     def key(a: Path, b: Path, weight: float = 1) -> str:
         sets = f"a: {{train: {a}, weight: 1}}, b: {{train: {b}, weight: {weight}}}"
         loaded = campaigns.load(recipe, [f"pretrain.data={{mixture: {{{sets}}}}}", "pretrain.data.train=null"])

@@ -127,7 +127,7 @@ def wait_for_log(shared: Path, job: str, text: str, timeout_s: float) -> None:
 
 
 @pytest.mark.timeout(3000)
-def test_a_job_commits_ahead_of_its_time_limit_and_goes_on_until_it_is_done(network) -> None:
+def test_job_commits_before_its_time_limit_and_resumes_until_it_is_done(network) -> None:
     """The reference is an undisturbed run in plain processes, without Slurm, Ray and hosts."""
     recipe = ROOT / "jobs" / "recipes" / "digits.yaml"
     run, twin = network.shared / "limit", network.shared / "twin"

@@ -60,7 +60,7 @@ def test_digest_that_could_be_a_path_is_refused(digest):
     ("text", "shown"),
     [("cat", "cat"), ("\x1b[2J", "\\x1b[2J"), ("a\nb", "a\\nb"), ("\u202ecod", "\\u202ecod"), ("größe", "größe")],
 )
-def test_what_a_terminal_would_obey_is_written_as_an_escape(text, shown):
+def test_terminal_control_characters_are_escaped(text, shown):
     assert printable(text) == shown
 
 
@@ -80,7 +80,7 @@ def test_no_such_value_counts_as_a_number_of_at_least_0(value):
 
 
 @pytest.mark.parametrize("value", [0, 1, 2.5, None])
-def test_the_least_value_itself_and_none_pass(value):
+def test_lowest_allowed_value_and_none_pass(value):
     at_least(SimpleNamespace(workers=value), 0, "workers")
 
 

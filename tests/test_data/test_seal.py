@@ -32,7 +32,7 @@ def test_one_flipped_bit_anywhere_and_every_cut_is_noticed(lines):
             unseal(text[:place])
 
 
-def test_a_cache_entry_that_differs_is_not_given_back(tmp_path):
+def test_altered_cache_entry_is_not_returned(tmp_path):
     path = tmp_path / "entry"
     assert read_entry(path) is None
     write_entry(path, b"pixels")

@@ -18,7 +18,7 @@ def test_one_number_is_a_pair_of_equal_python_integers(value, expected):
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, "3", True, [1, 2, 3], [], None])
-def test_what_is_no_pair_of_positive_integers_is_refused(value):
+def test_anything_but_one_or_two_positive_integers_is_refused(value):
     with pytest.raises(ValueError, match=r"^patch must be one positive whole number or two, found "):
         pair("patch", value)
 
@@ -41,5 +41,5 @@ def test_a_slip_gets_the_nearest_name_and_another_word_gets_all():
     assert did_you_mean("qqq", names) == "; known: masked, sigmoid, softmax"
 
 
-def test_names_that_differ_in_capitals_alone_are_both_suggested():
+def test_names_that_differ_only_in_case_are_both_suggested():
     assert did_you_mean("g", ["g", "G", "So400m"]) == "; did you mean 'G' or 'g'?"

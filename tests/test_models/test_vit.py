@@ -89,7 +89,7 @@ def test_every_kind_of_position_trains_at_every_place(kind, at, class_slot, pool
 
 @pytest.mark.parametrize("kind", ["learned", "learned2d", "sincos2d", "relative"])
 @pytest.mark.parametrize("at", ["stem", "every", "shared"])
-def test_without_positions_alone_the_order_of_patches_does_not_matter(kind, at):
+def test_order_of_patches_matters_unless_positions_are_none(kind, at):
     def moved(positions: str) -> float:
         torch.manual_seed(0)
         options = {"positions": positions, "positions_at": at, "pool": "gap", "position_std": 1.0}
@@ -143,7 +143,7 @@ def test_the_same_seed_draws_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def test_weight_decay_is_for_kernels_alone():
+def test_only_kernels_have_weight_decay():
     model = models.build("R26+mu/32", 64, 5, pool="map", representation=8, registers=1)
     decayed = models.decayed_parameters(model)
     assert decayed < {name for name, _ in model.named_parameters()}

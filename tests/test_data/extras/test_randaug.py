@@ -204,6 +204,6 @@ def test_a_loader_gives_the_same_pixels_whoever_decodes_them(shards):
 
 
 @pytest.mark.parametrize("options", [{"randaug_layers": -1}, {"randaug_magnitude": 31.0}])
-def test_what_is_out_of_range_is_refused(options):
+def test_option_out_of_range_is_refused(options):
     with pytest.raises(ConfigError, match=f"augment.{next(iter(options))} is .*, expected"):
         AugmentConfig(**options)

@@ -152,7 +152,7 @@ def test_the_example_at_the_top_of_the_module_is_what_happens(monkeypatch):
     assert f"decoded at 1/{denominator} scale, to {height} × {width} pixels; at 1/4, its {h // 4} rows" in story
 
 
-def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path, caplog):
+def test_decoding_continues_with_a_warning_without_a_compiler(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     library.cache_clear()
@@ -376,7 +376,7 @@ def test_the_sides_are_those_of_the_last_frame_header_of_any_kind(marker):
 
 
 @pytest.mark.parametrize("denominator", [1, 2, 8])
-def test_what_opencv_cannot_read_is_no_region_without_the_binding(denominator, monkeypatch):
+def test_undecodable_region_is_a_bad_image_without_the_binding(denominator, monkeypatch):
     monkeypatch.setattr(decoding, "library", lambda: None)
     for data in (b"", b"junk", encoded(scene(60, 60))[:20]):
         with pytest.raises(BadImage, match="not decodable"):
@@ -472,7 +472,7 @@ def test_broken_images_are_refused_by_reason(reason):
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_a_file_that_was_cut_short_is_refused(kind):
+def test_truncated_file_is_refused(kind):
     """Decoders would silently fill the rest with grey or with old memory."""
     whole = encoded(scene(60, 60), kind)
     for share in (0.5, 0.9, 0.99):

@@ -22,7 +22,7 @@ def folder(tmp_path):
     return tmp_path / "set"
 
 
-def test_the_json_says_what_was_packed(folder):
+def test_json_describes_the_packed_data(folder):
     content = json.loads((folder / "t.index.json").read_text())
     index = load_index(folder)
     assert content["samples"] == index.samples == 9

@@ -109,7 +109,7 @@ def test_pax_records_are_read_as_far_as_their_lengths_fit(body, long_name, size)
         (2045, 2051, False),
     ],
 )
-def test_the_zeros_behind_a_tar_are_those_that_writers_put_there(content, zeros, is_whole):
+def test_only_the_padding_that_writers_add_may_follow_a_tar(content, zeros, is_whole):
     tar = b"x" * (content * 512) + bytes(zeros * 512)
     if is_whole:
         check_end(tar, "t", content * 512)
@@ -196,7 +196,7 @@ NO_LABELS = [
 
 
 @pytest.mark.parametrize("raw", [*NO_LABELS, b"[" * 9999])
-def test_what_is_no_class_id_is_refused(raw):
+def test_invalid_class_id_is_refused(raw):
     with pytest.raises(ValueError):
         parse_labels(raw)
 
@@ -274,7 +274,7 @@ def test_a_long_link_target_does_not_change_the_name_of_the_next_member() -> Non
         ("./../b.jpg", None),
     ],
 )
-def test_a_file_has_one_key_however_its_tar_was_written(name: str, normal: str | None) -> None:
+def test_file_has_the_same_key_whatever_program_wrote_its_tar(name: str, normal: str | None) -> None:
     assert normal_name(name.encode()) == (None if normal is None else normal.encode())
     result = walk(tar_of([(name, b"image")]), "t")
     if normal is None:

@@ -133,7 +133,7 @@ def test_a_shard_that_is_here_is_read_instead(faulty, local, tmp_path):
     assert not faulty.gets
 
 
-def test_a_sample_that_is_not_what_was_indexed_is_fetched_with_its_shard(faulty, local, tmp_path, caplog, monkeypatch):
+def test_sample_that_differs_from_the_index_is_fetched_with_its_shard(faulty, local, tmp_path, caplog, monkeypatch):
     """As from a store that ignores ranges: other bytes arrive."""
     read_range = urls.read_range
     wrong = []
@@ -216,7 +216,7 @@ def test_a_store_that_ignores_ranges_is_named(faulty, local, tmp_path, monkeypat
     by_range.stop()
 
 
-def test_an_answer_without_its_last_byte_is_asked_for_again(faulty, local, tmp_path, monkeypatch):
+def test_response_without_its_last_byte_is_requested_again(faulty, local, tmp_path, monkeypatch):
     read_range = urls.read_range
     last_bytes = []
 
@@ -356,7 +356,7 @@ def test_decoding_processes_read_by_range_too(faulty, local, tmp_path, monkeypat
     assert not list((tmp_path / "cache").glob("*.tar"))
 
 
-def test_who_waits_for_a_range_shows_signs_of_life_and_does_not_wait_for_ever(faulty, tmp_path, monkeypatch):
+def test_waiting_for_a_range_reports_progress_and_has_a_time_limit(faulty, tmp_path, monkeypatch):
     read_range = urls.read_range
 
     def late(*piece):

@@ -130,7 +130,7 @@ def test_tars_that_would_be_left_out_are_named(tmp_path, capsys, beside):
     assert main(["index", str(tmp_path / "a.tar"), "--name", "t"]) == 0, "whoever names the tars means those"
 
 
-def test_a_set_of_which_nothing_can_be_used_ends_with_an_error(tmp_path, capsys):
+def test_data_set_without_usable_samples_ends_with_an_error(tmp_path, capsys):
     cases = {
         "text": ([("a.txt", b"x")], "0 samples"),
         "pages": ([("a.jpg", b"<html>"), ("a.cls", b"1")], "could be decoded as an image"),

@@ -72,7 +72,7 @@ def test_a_set_without_samples_has_no_classes(tmp_path):
     assert build_index(tmp_path).class_counts == ()
 
 
-def test_an_own_index_hides_no_other_whose_table_would_go(tmp_path, monkeypatch):
+def test_index_to_be_replaced_does_not_hide_another_one_that_would_lose_a_table(tmp_path, monkeypatch):
     for folder, name in (("own", "own"), ("other", "train"), ("new", "train")):
         pack(samples(2), tmp_path / folder, name=name)
     place = tmp_path / "index"
@@ -291,7 +291,7 @@ def test_a_folder_of_the_same_names_and_older_files_is_another_source(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["train-000001.tar", "train-000001.npy", "train-000000.tar"])
-def test_what_a_finished_set_has_lost_is_packed_again(tmp_path, lost):
+def test_lost_shards_of_a_finished_set_are_packed_again(tmp_path, lost):
     finished = pack(samples(12), tmp_path, shard_samples=5)
     before = contents(tmp_path)
     if lost == "train-000000.tar":
