@@ -190,9 +190,7 @@ def test_flipped_bit_makes_the_previous_checkpoint_load(file, group, run, bucket
     assert said == []
 
 
-def test_missing_or_truncated_file_falls_back_to_the_previous_save(
-    group, run, bucket, tmp_path, monkeypatch
-) -> None:
+def test_missing_or_truncated_file_falls_back_to_the_previous_save(group, run, bucket, tmp_path, monkeypatch) -> None:
     prefix = run.removeprefix(f"s3://{BUCKET}/")
     assert group.save(30)
     assert group.save(40)
@@ -204,9 +202,7 @@ def test_missing_or_truncated_file_falls_back_to_the_previous_save(
     assert "missing ['rank-00000.safetensors']" in said[1]
 
 
-def test_transfer_that_flips_a_bit_is_repeated_and_nothing_set_aside(
-    group, run, tmp_path, monkeypatch
-) -> None:
+def test_transfer_that_flips_a_bit_is_repeated_and_nothing_set_aside(group, run, tmp_path, monkeypatch) -> None:
     read = Bucket.read_range
     flips = [1]
 
