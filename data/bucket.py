@@ -111,7 +111,8 @@ class Bucket:
         if is_created_twice:
             raise StorageError(
                 f"{self.url}: the store replaced an existing object although the request forbade it\n"
-                "  expected a store with conditional writes (If-None-Match: * on S3), to keep owners apart\n"
+                "  expected a store with conditional writes (If-None-Match: * on S3), so that a run has only one "
+                "owner\n"
                 "  use another store, or a folder: run=/elsewhere"
             )
 
@@ -219,7 +220,8 @@ class Bucket:
         finally:
             temporary.unlink(missing_ok=True)
         raise CheckpointError(
-            f"{self.address(name)} has changed: two downloads had a sha256 that differs from its record\n"
+            f"{self.address(name)} has changed: its sha256 differs from the recorded value, also after a second "
+            "download\n"
             "  restore the object from a copy, then run the same command again"
         )
 
@@ -371,7 +373,7 @@ def check_store_url(url: str) -> str:
     is_plain = not (parts.query or parts.fragment or "@" in parts.netloc)
     if not (parts.netloc and is_plain) or not all(name not in ("", ".", "..") for name in names):
         raise ConfigError(
-            f"run is {redacted(url)}, expected only a bucket and a folder in it\n"
+            f"run is {redacted(url)}, expected a bucket and a folder in it, without credentials or a query\n"
             f"  set run={parts.scheme}://BUCKET/NAME; credentials come from the environment (docs/run-storage.md)"
         )
     return f"{parts.scheme}://{parts.netloc}/{'/'.join(names)}"

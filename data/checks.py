@@ -35,7 +35,7 @@ def check_name(name: object, what: str, remedy: str) -> None:
     if not is_name:
         raise ConfigError(
             f"{what} is named {name!r}\n"
-            "  expected 1 to 64 of the characters A-Z a-z 0-9 . _ -, and not just . or ..\n"
+            "  expected 1 to 64 of the characters A-Z a-z 0-9 . _ -, but not . or .. alone\n"
             f"  {remedy}"
         )
 
@@ -59,8 +59,8 @@ def check_file_name(name: object, source: str, *, folders: bool = True) -> str:
         expected = "a path below the folder" if folders else "the name of a file or folder, without slashes"
         raise DataError(
             f"{source}: unsafe name {printable(repr(name)[:200])}\n"
-            f"  expected {expected}, without empty parts, '.', '..' and NUL, parts of at most {LONGEST_PART} bytes,\n"
-            "  so that no file elsewhere is overwritten\n"
+            f"  expected {expected}, without empty parts, '.', '..' or NUL, and with parts of at most {LONGEST_PART} "
+            "bytes, so that no file elsewhere is overwritten\n"
             "  rename or delete this entry, or find out who wrote it; then run the same command again"
         )
     return name

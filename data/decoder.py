@@ -200,7 +200,7 @@ class Decoder:
                 bad.append(problem)
             else:
                 raise DataError(
-                    f"{MAX_REPLACEMENTS} consecutive bad samples, the last is {printable(bad[-1].key)} of "
+                    f"{MAX_REPLACEMENTS} consecutive samples cannot be used; the last is {printable(bad[-1].key)} of "
                     f"{bad[-1].shard}: {bad[-1].reason}\n"
                     f"  to list them, run python -m jobs data check {shlex.quote(str(self.index.tables))}"
                 )
@@ -359,8 +359,8 @@ class DecoderProcess:
                 return task, offset, answer
             self.restart()
         raise DataError(
-            f"step {task.step}, slots {task.first} … {task.stop - 1}: {RESTARTS + 1} processes died or were "
-            f"silent for {timeout_s:g} s while decoding them; `python -m jobs data check` finds bad samples"
+            f"step {task.step}, slots {task.first} … {task.stop - 1}: {RESTARTS + 1} processes died or did "
+            f"not respond for {timeout_s:g} s while decoding them; to find bad samples, run python -m jobs data check"
         )
 
     def arrays_at(self, offset: int) -> Arrays:

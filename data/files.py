@@ -286,8 +286,8 @@ def refuse_planted(path: Path, remedy: str) -> None:
         is_shared = path.parent.stat().st_mode & stat.S_IWOTH != 0
         if is_shared and os.path.lexists(path) and not is_own(path):
             raise StorageError(
-                f"{path}: found a link or another user's folder in {path.parent}, where every user may write\n"
-                "  expected a folder of this user, or none: its owner could replace the files of the run\n"
+                f"{path}: this is a link or belongs to another user, and every user can write to {path.parent}\n"
+                "  expected a folder of this user, or no such path: another owner could replace the files of the run\n"
                 f"  {remedy}"
             )
 

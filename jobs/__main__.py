@@ -334,7 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def execute(words: Sequence[str]) -> Answer:
-    """Run a command and return its answer. Raises typer.Exit after --help."""
+    """Run a command and return its answer. Raises typer.Exit after the text of --help has been printed."""
     if words[0] == "--version":
         return version()
     parser = LazyGroup(COMMANDS, "patchline", help="Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES)
@@ -364,7 +364,7 @@ def version_lines(document: Document) -> list[str]:
 
 
 def usage_message(error: TyperException, words: Sequence[str]) -> str:
-    """Return the message of a usage error, with hints."""
+    """Return the message of a usage error, with hints on how to correct the command."""
     context = getattr(error, "ctx", None)
     # typer parses values with pydantic, which adds "Value error," and puts each choice on a separate line.
     message = " ".join(error.format_message().replace("Value error, ", "").split())
@@ -411,7 +411,7 @@ def missing_extra(error: ImportError) -> Exception:
 
 
 def explained(error: Exception, words: Sequence[str]) -> tuple[Exception, str]:
-    """Return the error to report, which has the exit code, and its message; describe unexpected exceptions as bugs."""
+    """Return the error to report, whose exit code is used, and its message; report unexpected exceptions as bugs."""
     if isinstance(error, TyperException):
         error = UsageError(usage_message(error, words))
     if isinstance(error, ImportError):
@@ -427,7 +427,7 @@ def explained(error: Exception, words: Sequence[str]) -> tuple[Exception, str]:
 
 
 def report(error: Exception, words: Sequence[str]) -> int:
-    """Print an error's message to stderr, after a usage error also the command's usage; return the exit code."""
+    """Print an error's message to stderr, for a usage error after the command's usage; return the exit code."""
     if "--debug" in words and not isinstance(error, TyperException):
         traceback.print_exc()
     context = getattr(error, "ctx", None)

@@ -288,7 +288,10 @@ def handle_of(stream: TextIO | None) -> int | None:
 
 
 def write_all(handle: int, content: bytes) -> None:
-    """Write all bytes to a file descriptor, bypassing Python's streams; may block forever. Raises OSError."""
+    """Write all bytes to a file descriptor, bypassing Python's streams; may block forever.
+
+    Raises OSError if the write fails.
+    """
     while content:
         try:
             content = content[os.write(handle, content) :]

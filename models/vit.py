@@ -363,8 +363,8 @@ class ViT(nn.Module):
         if channels != 3 or tuple(size) not in (self.config.image_size, *self.smaller_sizes):
             expected = ", ".join(map(str, self.config.image_size))
             raise ValueError(
-                f"images are {tuple(images.shape)}, this model takes (batch, 3, {expected}); resize them, or "
-                "transfer the weights to another size with models.transfer"
+                f"images have the shape {tuple(images.shape)}, expected (batch, 3, {expected}); resize them, or "
+                "transfer the weights to another image size with models.transfer"
             )
         if self.stem is not None:
             images = self.stem(images)

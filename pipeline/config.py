@@ -87,7 +87,7 @@ def require(condition: bool, message: str) -> None:
 def build(kind: type[Config], section: object, where: str, defaults: Config | None = None) -> Config:
     """Build a frozen config of class `kind` from its defaults and a plain section; `where` is its path in messages.
 
-    `defaults` is an instance of `kind`. Raises ConfigError naming the key, its value and what was expected.
+    `defaults` is an instance of `kind`. Raises ConfigError, which names the key, its value and what was expected.
     """
     return _filled(kind, _read_section(kind, section, where, (kind, where)), where, where, defaults)
 

@@ -107,7 +107,7 @@ def test_class_lists_are_read_in_both_directions(tmp_path: Path, content: object
 @pytest.mark.parametrize("content", [{"cat": 0, "dog": 2}, {"cat": 1, "dog": 2}, {"cat": 0, "dog": 0}])
 def test_class_lists_with_missing_ids_are_refused(tmp_path: Path, content: object) -> None:
     (tmp_path / "names.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match="its ids are not 0 to 1"):
+    with pytest.raises(DataError, match="the class ids are not 0 to 1"):
         read_class_list(tmp_path / "names.json")
 
 

@@ -116,7 +116,7 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
     assert main(["run", str(mixed)]) == 65
     assert "train without them: 'pretrain.data.drop=[low-000003.tar]'" in capsys.readouterr().err
     assert main(["run", str(mixed), "pretrain.data.drop=[low-3.tar]"]) == 65
-    assert "data.drop: 0 shards match low-3.tar, expected one: a name such as /" in capsys.readouterr().err
+    assert "data.drop: 0 shards match low-3.tar, expected exactly one: a name such as /" in capsys.readouterr().err
     assert main(["run", str(mixed), "pretrain.data.drop=[low-000003.tar]"]) == 0
     said = capsys.readouterr().out
     assert "data.drop: excluding 1 shard with 50 of 1,442 samples" in said

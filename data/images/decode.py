@@ -330,7 +330,7 @@ def library() -> ctypes.CDLL | None:
         binding = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError, PackageNotFoundError) as error:
         reason = f"{type(error).__name__} {error}".strip()
-        logging.getLogger(__name__).warning("decoding whole images with OpenCV, which is slower: %s", reason)
+        logging.getLogger(__name__).warning("random crops are slower, because OpenCV decodes whole images: %s", reason)
         return None
     # Argument types of the C functions in jpeg.cpp; the first two functions return 0 on success.
     size = ctypes.c_size_t
@@ -355,7 +355,7 @@ def compile_binding() -> Path:
             libjpeg = Path(str(file.locate())).resolve()
             break
     if libjpeg is None:
-        raise FileNotFoundError("this build of Pillow contains no libjpeg; install Pillow's wheel")
+        raise FileNotFoundError("this build of Pillow does not contain libjpeg; install Pillow from its wheel")
     digest = sha256(SOURCE.read_bytes() + str(libjpeg).encode() + os.uname().machine.encode()).hexdigest()
     path = state_folder() / f"jpeg-{digest[:16]}.so"
     # Never load a library that another user has put into a shared cache folder. The sha256 at the end of the file does
@@ -403,7 +403,9 @@ def require_binding() -> ctypes.CDLL:
     """Return the binding; raises OSError if it cannot be compiled or loaded."""
     binding = library()
     if binding is None:
-        raise OSError("restart markers need the compiled binding: install a C++ compiler and Pillow's wheel")
+        raise OSError(
+            "restart markers need the compiled JPEG binding; install a C++ compiler, and Pillow from its wheel"
+        )
     return binding
 
 

@@ -62,7 +62,7 @@ def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
             continue
         is_whole = text.endswith(")") == ("(" in text)
         if not is_whole:
-            raise ValueError(f"preprocessing op {text!r} lacks a bracket; expected for example resize(224)")
+            raise ValueError(f"preprocessing op {text!r} lacks a bracket; expected something like resize(224)")
         name, _, arguments = text.removesuffix(")").partition("(")
         if name not in OPS:
             raise ValueError(
@@ -111,26 +111,28 @@ def shape_of(ops: str) -> tuple[int, ...]:
             size = arguments[0]
             sides = size if isinstance(size, tuple) else (size, size)
             if len(sides) != 2:
-                raise ValueError(f"{text}: {len(sides)} sides, expected one number or (height, width)")
+                raise ValueError(f"{text} has {len(sides)} sides, expected one number or (height, width)")
             pixels = 1
             for side in sides:
                 is_number = isinstance(side, int | float) and not isinstance(side, bool)
                 if not is_number or side < 1 or side != side // 1:
-                    raise ValueError(f"{text}: a side of {side} pixels, expected a whole number of 1 or more")
+                    raise ValueError(f"{text} has a side of {side} pixels, expected a whole number of 1 or more")
                 pixels *= int(side)
             if pixels > MAX_PIXELS:
-                raise ValueError(f"{text}: {pixels:,} pixels, expected at most {MAX_PIXELS:,}")
+                raise ValueError(f"{text} produces {pixels:,} pixels, expected at most {MAX_PIXELS:,}")
         try:
             image = op(image, *arguments)
         except TypeError as error:  # wrong number or type of arguments
-            raise ValueError(f"{text}: {error}; expected for example resize(224)") from None
+            raise ValueError(f"{text}: {error}; expected something like resize(224)") from None
         except BadImage as error:
             raise ValueError(f"{text} of a {EXAMPLE_SIDE}×{EXAMPLE_SIDE} image: {error}") from None
     # Evaluation maps 0 … 255 to −1 … 1 itself: already scaled pixels would nearly all become −1.
     first_row = image[0].astype(np.float32)  # all rows are equal
     stays_white = bool(np.all(abs(first_row - WHITE) <= MAX_ROUNDING))
     if not stays_white:
-        raise ValueError(f"{ops!r} scales the pixels, which evaluation does itself; remove that op")
+        raise ValueError(
+            f"{ops!r} scales the pixel values, but evaluation scales them itself; remove the op that does so"
+        )
     return image.shape
 
 
@@ -190,7 +192,7 @@ def central_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
     h, w = both_sides(size)
     H, W = image.shape[:2]
     if h > H or w > W:
-        raise ValueError(f"central_crop({h}, {w}) of a {H}×{W} image: put a resize before it")
+        raise ValueError(f"central_crop({h}, {w}) is larger than the {H}×{W} image; put a resize before it")
     y = (H - h) // 2
     x = (W - w) // 2
     return image[y : y + h, x : x + w]
@@ -202,7 +204,9 @@ def resize_pillow(image: np.ndarray, size: int | tuple[int, int], filter: str) -
     Raises ValueError for an unknown filter, and BadImage if the longer side would become too long.
     """
     if filter not in PILLOW_FILTERS:
-        raise ValueError(f"resize_pillow has no filter {filter!r}; expected one of {', '.join(PILLOW_FILTERS)}")
+        raise ValueError(
+            f"resize_pillow does not support the filter {filter!r}; expected one of {', '.join(PILLOW_FILTERS)}"
+        )
     H, W = image.shape[:2]
     h, w = size if isinstance(size, tuple) else (size, size)
     # torchvision truncates the longer side; resize_small rounds it.
@@ -225,7 +229,7 @@ def center_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
     h, w = both_sides(size)
     H, W = image.shape[:2]
     if h > H or w > W:
-        raise ValueError(f"center_crop({h}, {w}) of a {H}×{W} image: put a resize before it")
+        raise ValueError(f"center_crop({h}, {w}) is larger than the {H}×{W} image; put a resize before it")
     y = round((H - h) / 2)
     x = round((W - w) / 2)
     return image[y : y + h, x : x + w]

@@ -229,8 +229,8 @@ def read_large(path: Path) -> tuple[Mapping[str, Any], Sequence[Shard]]:
         reason = error_text(error) if isinstance(error, OSError) else str(error).splitlines()[0]
         held_mb = HELD_PER_BYTE * path.stat().st_size / 1e6
         logging.getLogger(__name__).warning(
-            f"{path}: cannot store its columns in {columns.parent} ({reason}): every process uses about "
-            f"{held_mb:.0f} MB for the whole index; set PATCHLINE_CACHE to a writable folder"
+            f"{path}: cannot store its columns in {columns.parent} ({reason}): every process needs about "
+            f"{held_mb:.0f} MB for its own copy of the index; set PATCHLINE_CACHE to a writable folder"
         )
         return read_json(path, path.read_bytes())
     # Record the time of last use; this fails if the file belongs to another user.
@@ -251,7 +251,7 @@ def make_columns(path: Path, columns: Path) -> MappedShards:
         if shards is not None:
             return shards
         if columns.exists():
-            logging.getLogger(__name__).warning(f"{columns}: truncated or altered; writing it again from {path}")
+            logging.getLogger(__name__).warning(f"{columns} is truncated or altered; creating it again from {path}")
         text = path.read_bytes()
         content, parsed = read_json(path, text)
         # The JSON may have been replaced since it was hashed: name the columns by the text just read.
@@ -269,5 +269,5 @@ def make_columns(path: Path, columns: Path) -> MappedShards:
                     other.with_suffix(".lock").unlink()
     shards = open_columns(columns)
     if shards is None:
-        raise StorageError(f"{columns}: cannot be read back as written")
+        raise StorageError(f"{columns}: the file was just written, but cannot be read back; check the disk")
     return shards

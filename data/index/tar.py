@@ -390,7 +390,7 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
         if bytes(tar[start : start + BLOCK]).strip(b"\0"):
             raise DataError(
                 f"{name}: the tar ends at byte {position}, but {len(tar) - start:,} more bytes follow at byte {start}\n"
-                "  expected a single tar: this may be several concatenated tars, of which readers see only the first\n"
+                "  expected a single tar: these may be several concatenated tars, of which readers see only the first\n"
                 "  split the file there, or extract it with `tar --ignore-zeros -xf` and pack the files again"
             )
     padding = len(tar) - position
@@ -403,8 +403,8 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
             return
         record *= 2
     raise DataError(
-        f"{name}: nothing but zeros from byte {position} to its end, {padding:,} of {len(tar):,} bytes\n"
-        f"  expected {USUAL_PADDING:,} at most after the last member: they may come from an interrupted copy\n"
+        f"{name}: the file contains only zeros after byte {position}, {padding:,} of {len(tar):,} bytes\n"
+        f"  expected at most {USUAL_PADDING:,} after the last member; an interrupted copy may have left these zeros\n"
         "  copy or pack it again; or, if no member is missing, extract it and pack the files again"
     )
 
@@ -479,13 +479,13 @@ def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
     if compressed:
         raise DataError(
             f"{folder}: {preview(compressed)} are compressed tars and would be ignored\n"
-            "  expected uncompressed tars, in which samples can be read at any offset: decompress them (gzip -d, "
-            f"zstd -d), or name the tars to use: {folder}/*.tar"
+            "  expected uncompressed tars, in which samples can be read at any offset: decompress them (gzip -d or "
+            f"zstd -d); or, to use only the uncompressed tars, pass {folder}/*.tar"
         )
     if below:
         raise DataError(
-            f"{folder}: {preview(below)} would be ignored: they are in sub-folders\n"
-            f"  expected tars in the folder itself; list all of them: {folder}/*.tar {folder}/*/*.tar"
+            f"{folder}: {preview(below)} would be ignored, because they are in sub-folders\n"
+            f"  expected tars in the folder itself; to use all tars, pass {folder}/*.tar {folder}/*/*.tar"
         )
 
 

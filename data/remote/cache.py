@@ -79,7 +79,7 @@ class Cache:
                 self.directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise StorageError(
-                    f"{self.directory}: cannot create this cache folder ({error.strerror}); set another cache.directory"
+                    f"cannot create the cache folder {self.directory} ({error.strerror}); set another cache.directory"
                 ) from None
             with self.turn(path):
                 # Another process may have fetched it while we waited for the lock.
@@ -90,9 +90,10 @@ class Cache:
                     except OSError as error:
                         error.filename = error.filename or str(self.directory)
                         raise StorageError(
-                            f"{error_text(error)}\n  expected a shard cache with enough room, inodes and open files\n"
+                            f"{error_text(error)}\n"
+                            "  expected enough disk space, inodes and open files for the shard cache\n"
                             f"  lower cache.limit_bytes ({self.cfg.limit_bytes}), set another cache.directory, or "
-                            "remove the cause; then run again"
+                            "free the disk; then run the same command again"
                         ) from None
         # Record the last use for eviction; the mtime, because many mounts do not update the atime. If another process
         # has evicted the file by now, `opened` notices.

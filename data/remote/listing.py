@@ -49,7 +49,9 @@ def list_tars(url: str, timeout_s: float) -> dict[str, RemoteFile]:
     DataError if a name is unsafe.
     """
     if url.startswith("https:"):
-        raise Refused(f"{redacted(url)}: https cannot list files; name the shards, as in …/train-{{000..099}}.tar")
+        raise Refused(
+            f"{redacted(url)}: files cannot be listed over https; name the shards, as in …/train-{{000..099}}.tar"
+        )
     compressed = []
     tars = {}
     for place, file in list_files(url, ".tar*", timeout_s).items():
@@ -61,7 +63,7 @@ def list_tars(url: str, timeout_s: float) -> dict[str, RemoteFile]:
     if compressed:
         raise Refused(
             f"{redacted(url)}: {preview(compressed)} are compressed tars and would be ignored; "
-            f"decompress them, or name the tars to use: {redacted(url).rstrip('/')}/*.tar"
+            f"decompress them; or, to use only the uncompressed tars, pass {redacted(url).rstrip('/')}/*.tar"
         )
     return tars
 

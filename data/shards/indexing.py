@@ -100,7 +100,9 @@ def build_index(
     urls = [path for path in sources if "://" in path]
     is_mixed = 0 < len(urls) < len(sources)
     if is_mixed or (urls and output is None):
-        raise DataError(f"{redacted(urls[0])}: expected only URLs, and a local folder for the index (--output)")
+        raise DataError(
+            f"{redacted(urls[0])}: expected only URLs as sources, and a local folder for the index (--output FOLDER)"
+        )
     if at and "://" in at:
         check_kept(at)
 
@@ -132,7 +134,7 @@ def build_index(
         _, packing_setting = json.loads(file.readline())["setting"]
     if re.fullmatch(PACKING_SETTING, packing_setting):
         raise DataError(
-            f"{partial_path}: an unfinished packing; run the same `jobs pack` again, "
+            f"{partial_path}: a pack command has not finished; run the same `jobs pack` again, "
             "or delete this file to index the existing tars"
         )
 
@@ -330,7 +332,10 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
     tables = Counter(table_path(path.parent, shard) for shard in shards)
     for table, count in tables.items():
         if count > 1:
-            raise DataError(f"two shards would share table {table.name}; rename one, or index each folder separately")
+            raise DataError(
+                f"two shards would have the same table {table.name}; rename one of them, or index each folder "
+                "separately"
+            )
     for other_path in path.parent.glob(f"*{SUFFIX}"):
         # This index will be replaced.
         if other_path == path:
@@ -342,7 +347,8 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
         for shard in other.shards:
             if table_path(path.parent, shard.name) in tables:
                 raise DataError(
-                    f"{other_path} has another {shard.name}, whose table would be lost; use another --output"
+                    f"{other_path} has a different shard named {shard.name}, whose table would be overwritten; use "
+                    "another --output"
                 )
 
 
@@ -353,7 +359,8 @@ def check_kept(url: str) -> None:
         raise DataError(f"{redacted(url)}: has no bucket or host; expected a URL like s3://bucket/train")
     if redacted(url) != url:
         raise DataError(
-            f"{redacted(url)}: the index would store the password or signature in this URL; pass it in the environment"
+            f"{redacted(url)}: the index would store the password or signature in this URL; pass the secret in the "
+            "environment"
         )
     if "//" in url.partition("://")[2]:
         raise DataError(f"{url}: some clients treat two consecutive slashes as one; store the shards under another key")
@@ -385,7 +392,7 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
         raise DataError(f"{source}: {reason}{remedy}")
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
-        raise DataError(f"missing, {len(missing)} of {len(paths)} shards: {', '.join(missing[:5])}")
+        raise DataError(f"{len(missing)} of {len(paths)} shards do not exist: {', '.join(missing[:5])}")
 
     # Resolve paths first: with `..` or links, the common folder would be wrong.
     paths = list(map(Path.resolve, paths))
@@ -417,7 +424,7 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
         for url, request in requests.items():
             files[url] = RemoteFile(request.result())
     if not files:
-        raise DataError(f"{', '.join(urls)}: no *.tar found")
+        raise DataError(f"{', '.join(urls)}: found no *.tar files")
 
     # Find the longest common folder. Compare whole components: `…/train-0` is not a folder.
     shared: list[str] = []  # scheme, empty string, bucket or host, folders
@@ -427,7 +434,10 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
         shared.append(parts[0])
     # An index needs at least the bucket or host in common.
     if len(shared) < 3:
-        raise DataError("shards of several buckets or hosts need one index each; data.mixture trains on them together")
+        raise DataError(
+            "the shards are in several buckets or on several hosts, which need separate indexes; to train on all of "
+            "them, use data.mixture"
+        )
 
     tars = TarList("/".join(shared), {})
     for url, file in files.items():

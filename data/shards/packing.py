@@ -109,7 +109,7 @@ def pack(
         while running:
             journal.add(running.popleft().result())
         if not shard_names:
-            raise DataError(f"{directory}: nothing to pack: the source has no samples")
+            raise DataError(f"{directory}: there is nothing to pack, because the source has no samples")
         counts: Counter[int] = Counter()
         for shard_name in shard_names:
             counts.update(journal.records[shard_name].class_counts)
@@ -177,7 +177,7 @@ def restore(
     """
     set_path = directory / f"{finished.name}{SUFFIX}"
     remedy = (
-        "\n  a finished data set does not change, because runs may have read it"
+        "\n  a finished data set must not change, because runs may have read it"
         f"\n  use another folder or --name; or delete {finished.name}'s tars and index there if nothing needs them"
     )
     if finished.origin is not None or Path(finished.directory) != directory.resolve():
@@ -191,7 +191,8 @@ def restore(
     if given_digest != finished.digest:
         raise DataError(
             f"{set_path} is a finished data set with digest {finished.digest}\n"
-            f"  the class names or the number of classes of this command would change it to {given_digest}{remedy}"
+            "  the class names or number of classes given to this command would change the digest to "
+            f"{given_digest}{remedy}"
         )
 
     expected = {shard.name: shard for shard in finished.shards}
@@ -201,7 +202,7 @@ def restore(
         shard = expected.pop(path.name, None)
         if shard is None:
             raise DataError(
-                f"{set_path} is a finished data set without {path.name} (digest {finished.digest}); the source has "
+                f"{set_path} is a finished data set without {path.name} (digest {finished.digest}), but the source has "
                 f"more samples{remedy}"
             )
         if not is_done(shard, path, group, restarts):
@@ -212,7 +213,7 @@ def restore(
     if expected:
         raise DataError(
             f"{set_path} is a finished data set of {finished.samples:,} samples (digest {finished.digest})\n"
-            f"  the source has only {finished_samples:,}, so {next(iter(expected))} would be empty{remedy}"
+            f"  the source has only {finished_samples:,} samples, so {next(iter(expected))} would be empty{remedy}"
         )
     return finished
 
@@ -276,9 +277,9 @@ def write_shard(
             move = shlex.join(["mv", str(path.parent), f"{path.parent}-old"])
             raise DataError(
                 f"{path} is a shard of a finished data set, with sha256 {expected.sha256}\n"
-                f"  these samples would change it to {digest}: they differ, or are split differently\n"
-                "  a finished data set does not change, because runs may have read it\n"
-                f"  use another folder or --name; or move this one away: {move}"
+                f"  these samples would change its sha256 to {digest}: they differ, or are split differently\n"
+                "  a finished data set must not change, because runs may have read it\n"
+                f"  use another folder or --name; or move the finished data set away: {move}"
             )
     # Build the table from the tar, as for tars from other tools.
     with open(path, "rb") as file, mapped(file) as tar:

@@ -226,7 +226,7 @@ class ShardReader:
                 mark_of(os.stat(place), indexed.sha256).unlink()
         raise DataError(
             f"{redacted(place)}: sample {key!r} differs from the index: digest {sample_digest(*content):016x}\n"
-            f"  expected {int(entry['digest']):016x}: the shard decayed or was overwritten after it was first read\n"
+            f"  expected {int(entry['digest']):016x}: the shard was damaged or overwritten after it was first read\n"
             f"  {remedy}, or train without it: data.drop=[{'/'.join(place.split('/')[-2:])}]"
         )
 
@@ -322,7 +322,8 @@ class ShardReader:
             status = os.fstat(file.fileno())
             if status.st_size != shard.bytes:
                 raise DataError(
-                    f"{place}: {status.st_size} bytes, the index lists {shard.bytes}; restore it, or index it again"
+                    f"{place}: found {status.st_size} bytes, but the index lists {shard.bytes}; restore it, or index "
+                    "it again"
                 )
             tar = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -333,7 +334,7 @@ class ShardReader:
                 # The end of the path identifies a shard for `data.drop`, except in rare cases.
                 short_name = "/".join(place.split("/")[-2:])
                 raise DataError(
-                    f"{place}: its sha256 differs from the index: altered or replaced; "
+                    f"{place}: its sha256 differs from the index, so it was altered or replaced; "
                     f"restore it, index it again, or train without it: data.drop=[{short_name}]"
                 )
             # If the mark cannot be written, for example on a full disk, the next process verifies again.

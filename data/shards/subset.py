@@ -72,9 +72,11 @@ class Rule:
         if self.shots is not None and self.shots < 1:
             raise ConfigError(f"shots is {self.shots}, expected 1 or more")
         if self.shots is not None and self.seed is None:
-            raise ConfigError("shots needs a seed, but none is set\n  set one, for example seed: 0 (--seed 0)")
+            raise ConfigError("shots needs a seed, but no seed is set\n  set a seed, for example seed: 0 (--seed 0)")
         if self.seed is not None and self.shots is None and self.part is None:
-            raise ConfigError("a seed is set without shots or part\n  remove the seed, or add one of them")
+            raise ConfigError(
+                "a seed is set, but neither shots nor part, which use it\n  remove the seed, or add shots or part"
+            )
         has_any = self.keep or self.only or self.but or self.part is not None or self.shots is not None
         if not has_any:
             raise ConfigError("the subset has no rule\n  expected one or more of keep, only, but, part, shots")
@@ -188,7 +190,7 @@ def make_subsets(
         part.chosen = choose(parent, labels, part.rule)
         if not part.chosen.any():
             raise DataError(
-                f"{parent.tables}: the rule chooses none of {parent.samples:,} samples: {part.rule.described()}"
+                f"{parent.tables}: the rule selects none of the {parent.samples:,} samples: {part.rule.described()}"
             )
     if labels is None:
         wanted = np.logical_or.reduce([part.chosen for part in parts])

@@ -47,7 +47,9 @@ class Sample:
             return self.image
         try:
             if self.size > MAX_BYTES:
-                raise DataError(f"{self.image}: {self.size:,} bytes, expected at most {MAX_BYTES:,}; remove the file")
+                raise DataError(
+                    f"{self.image} has {self.size:,} bytes, expected at most {MAX_BYTES:,}; remove the file"
+                )
             return self.image.read_bytes()
         except OSError as error:
             raise DataError(f"cannot read {self.image} ({error.strerror})") from None

@@ -38,7 +38,10 @@ def foreign() -> Any:
     except ModuleNotFoundError as error:
         if not name.startswith(error.name or name + "."):
             raise
-        raise ValueError("weights of other projects need models/extras/weights, which is not installed") from None
+        raise ValueError(
+            "the file is in the format of another project, and models/extras/weights, which reads it, is not in this "
+            "checkout"
+        ) from None
 
 
 def load_class_names(path: str | Path) -> tuple[str, ...]:

@@ -113,7 +113,7 @@ class ExactEngine(Engine):
         *,
         parts: int,
     ) -> None:
-        """Like Engine; `parts` is a power of two and a multiple of the world size."""
+        """Collective: create an Engine that sums `parts` parts, a power of two and a multiple of the world size."""
         super().__init__(model, decayed, optim, settings, polyak)
         world = dist.get_world_size()
         self.micro_batches = self.engine.gradient_accumulation_steps() * world  # micro-batches in the global batch

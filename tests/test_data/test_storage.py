@@ -230,7 +230,7 @@ def test_a_node_with_a_bad_disk_is_named_and_nothing_is_refused(group, run, buck
     monkeypatch.setattr(restore, "dist", two_nodes)
     monkeypatch.setattr(restore.socket, "gethostname", lambda: "bad-node")
     monkeypatch.setattr(StageCheckpoints, "fetch", keep_badly)
-    with pytest.raises(CheckpointError, match="bad-node cannot store an intact copy of step-0000000020-000001"):
+    with pytest.raises(CheckpointError, match="bad-node failed to store an intact copy of step-0000000020-000001"):
         choose_together(StageCheckpoints(Bucket(run, tmp_path / "other"), STAGE), 1, print)
     assert key(20, REFUSED) not in objects(bucket, run)
 
@@ -545,7 +545,7 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
     Bucket(run, SCRATCH).put("stage/weights.safetensors", b"baad weights")
     fetch_weights()
     (other / "weights.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"weights\.safetensors has changed: two downloads"):
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors has changed: its sha256 differs"):
         fetch_weights()
     assert list(other.iterdir()) == [], "a bad copy would be put by the driver"
 

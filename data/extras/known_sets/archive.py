@@ -53,7 +53,7 @@ def text_of(content: bytes, name: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{name}: not UTF-8 at byte {error.start}; download the archive again") from None
+        raise DataError(f"{name}: invalid UTF-8 at byte {error.start}; download the archive again") from None
 
 
 def first_present(folder: str | os.PathLike[str], names: Collection[str], page: str) -> Path:

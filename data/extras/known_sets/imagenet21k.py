@@ -56,7 +56,7 @@ def samples(wnids: Path | None, path: Path, split: str = "train") -> Iterator[Sa
     log_notes(path, skipped)
     missing = [wnid for wnid in names if wnid not in finished]
     if missing:
-        logging.getLogger(__name__).warning("%s: no images of %d classes: %s", path, len(missing), preview(missing))
+        logging.getLogger(__name__).warning("%s: %d classes have no images: %s", path, len(missing), preview(missing))
 
 
 def images(path: Path, skipped: Refusals) -> Iterator[tuple[str, Member]]:

@@ -136,8 +136,8 @@ def find_leaks(
         if alike >= MIN_SIMILAR and share > MAX_SIMILAR_SHARE:
             raise DataError(
                 f"{', '.join(test)}: {alike:,} of {compared:,} pairs of different test images have similar low "
-                f"frequencies ({share:.1%}), so copies cannot be recognised by their pictures\n"
-                f"  expected at most {MAX_SIMILAR_SHARE:.0%}; photographs have 0.02 %\n"
+                f"frequencies ({share:.1%}), so copies cannot be recognised by the look of the images\n"
+                f"  expected at most {MAX_SIMILAR_SHARE:.0%} of the pairs; in photographs, it is 0.02 %\n"
                 f"  to compare only bytes and pixels, add --fits 1 to the command"
             )
 

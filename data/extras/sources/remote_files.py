@@ -86,7 +86,10 @@ def remote_parquet(source: str) -> list[RemoteParquet]:
     their sha256.
     """
     if not source.startswith("hf:"):
-        raise Refused(f"{redacted(source)}: Parquet files can be packed from hf:// and from folders; copy them first")
+        raise Refused(
+            f"{redacted(source)}: Parquet files can be packed only from hf:// or from a folder; copy them to a folder "
+            "first"
+        )
     cache = Cache(CacheConfig())
     files = []
     for url in braceexpand(source, escape=False):
@@ -95,8 +98,11 @@ def remote_parquet(source: str) -> list[RemoteParquet]:
             if not place.endswith(".parquet"):
                 continue
             if not file.sha256:
-                raise DataError(f"{redacted(place)}: is not stored with LFS or Xet, so it has no sha256; copy it first")
+                raise DataError(
+                    f"{redacted(place)}: this file is not stored with LFS or Xet, so it has no recorded sha256; copy "
+                    "it to a folder first"
+                )
             files.append(RemoteParquet(place, file.size, check_sha256(file.sha256, redacted(place)), cache))
     if not files:
-        raise DataError(f"{redacted(source)}: no *.parquet found")
+        raise DataError(f"{redacted(source)}: found no *.parquet files")
     return files

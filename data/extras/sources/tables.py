@@ -105,7 +105,8 @@ def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], l
         wanted = "a column path" if unlabelled else "columns path and label"
         raise DataError(
             f"{path}: expected {wanted}, found {', '.join(columns) or 'no columns'}\n"
-            "  the first line of a CSV is path,label; each following line is an image, for example cat/1.jpg,cat"
+            "  the first line of a CSV must be path,label; each other line describes an image, for example "
+            "cat/1.jpg,cat"
         )
     names = []
     labels = []
@@ -258,7 +259,7 @@ def image_parquet(source: str | os.PathLike[str], *, unlabelled: bool = False) -
                 elif isinstance(image, dict):
                     found = f"no key 'bytes' but {', '.join(image)}"
                 raise DataError(
-                    f"{path}: row {row_number} holds {found}; embed the images first\n"
+                    f"{path}: row {row_number} contains {found}; embed the images first\n"
                     f"  expected encoded images in the column {file.image_column}: bytes, or bytes and path"
                 )
             labels: tuple[int, ...] | None = None

@@ -108,9 +108,11 @@ def tars(
             f"{source}: no sample has both a label and an image: {'; '.join(lines) or 'there are no samples'}\n{remedy}"
         )
     if renamed.counts:
-        logging.getLogger(__name__).warning("%s: packed under another key: %s", source, renamed.lines()[0])
+        logging.getLogger(__name__).warning(
+            "%s: some samples were packed under another key: %s", source, renamed.lines()[0]
+        )
     if lines:
-        logging.getLogger(__name__).warning("%s: samples not packed: %s", source, "; ".join(lines))
+        logging.getLogger(__name__).warning("%s: some samples were not packed: %s", source, "; ".join(lines))
 
 
 def paths_of(source: str | os.PathLike[str] | Sequence[str]) -> list[Path]:

@@ -27,7 +27,7 @@ def write_leaf_table(root: str, table: str) -> str:
     """
     top = Path(root)
     if Path(table).exists():
-        raise DataError(f"{table} already exists and is not overwritten\n  remove it, or pass --output OTHER.yaml")
+        raise DataError(f"{table} already exists and will not be overwritten\n  remove it, or pass --output OTHER.yaml")
     if not top.is_dir() or not class_folders_in(top):
         raise DataError(f"{printable(root)}: --leaf-classes expects a folder with sub-folders\n  omit --leaf-classes")
     skipped: Counter[str] = Counter()

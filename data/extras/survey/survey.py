@@ -196,7 +196,7 @@ def survey(place: str, *, unlabelled: bool = False, leaf_tables: str | None = No
     """
     if "://" in place:
         raise DataError(
-            f"{place}: images in an object store cannot be inspected directly\n"
+            f"{place}: images in an object store cannot be inspected without an index\n"
             f"  index them first: python -m jobs index {place} --output indexes/NAME; then use the path indexes/NAME"
         )
     known = known_sets(Path(place))
@@ -251,7 +251,7 @@ def survey(place: str, *, unlabelled: bool = False, leaf_tables: str | None = No
         check_unicode_forms(lacking, list(train.class_counts), test_place, train_place)
         raise DataError(
             f"{test_place}: the classes {preview(lacking)} do not occur in {train_place}\n"
-            "  expected only the training classes; remove the others"
+            "  expected only classes of the training set; remove the other classes"
         )
     return Sets(train, test)
 
@@ -345,9 +345,12 @@ def one_place(places: Sequence[str]) -> str:
     if pattern is None:
         joined = " ".join(places)
         if Path(joined).exists():
-            raise UsageError(f"{len(places)} arguments, but {joined!r} is one folder\n  quote its name")
+            raise UsageError(
+                f"found {len(places)} paths, but {joined!r} is a single folder whose name contains spaces\n"
+                "  quote its name"
+            )
         raise UsageError(
-            f"{len(places)} paths, {preview(places)}: no folder or pattern matches exactly these paths\n"
+            f"found {len(places)} paths, {preview(places)}, but no folder or pattern matches exactly these\n"
             f"  expected one set of images: a folder, or a quoted pattern such as '{folder}/train-*.tar'"
         )
     return pattern
@@ -390,7 +393,7 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
         pattern = pattern_of(of_parts) or train
         raise DataError(
             f"{files[0].parent}: {preview(sorted(file.name for file in rest))} have neither train nor test in their "
-            f"names, unlike the other files\n  rename them; or, to use only the others, run "
+            f"names, but the other files do\n  rename these files; or, to use only the other files, run "
             f"python -m jobs new '{pattern}'"
         )
     return parts

@@ -32,11 +32,11 @@ class MemoryCheck(TrainingExtra):
             yield CheckResult.of(error, MEMORY)
 
     def job_fields(self, cfg: TrainConfig, context: Context) -> Mapping[str, Any]:
-        """Return the bytes needed by a worker, if a plan has already traced this step; otherwise {}.
+        """Return the device memory that a worker needs, if a plan has already traced this step; otherwise {}.
 
-        If the recipe allows several numbers of workers, use the largest, with which each worker needs the least memory,
-        so that no start is refused wrongly. Return {} for a stage that never uses whole images, because it needs less
-        than the traced step.
+        If the recipe allows a range of worker counts, use the largest: each worker then needs the least memory, so no
+        start is refused wrongly. Return {} for a stage that never uses whole images, because it needs less memory than
+        the traced step.
         """
         from pipeline.extras.plan.memory import need_if_traced
 

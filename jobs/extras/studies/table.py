@@ -194,7 +194,7 @@ class Table(StageKind):
     def run(self, cfg: TableConfig, context: Context) -> dict[str, object]:
         """Build and log the table.
 
-        Raises Diverged if a required run diverged, and DataError if a run lacks the metric of the table.
+        Raises Diverged if a required run diverged, or DataError if a run lacks the metric of the table.
         """
         results = []
         for name, run_config in cfg.runs.items():

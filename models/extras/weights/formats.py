@@ -46,7 +46,7 @@ def load(path: str | Path, config: ConfigFields) -> tuple[dict[str, Tensor], Mod
         file = file / THEIR_WEIGHTS
     if file.suffix != ".safetensors" or not file.is_file():
         raise ValueError(
-            f"{path} is not a folder with {CONFIG} or {THEIR_WEIGHTS}, nor a .safetensors, .npz or .pth file\n"
+            f"{path} is not a folder with {CONFIG} or {THEIR_WEIGHTS}, and not a .safetensors, .npz or .pth file\n"
             "  convert other files to safetensors first"
         )
     # The file is timm's or Hugging Face's.

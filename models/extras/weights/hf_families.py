@@ -92,9 +92,11 @@ class Family:
         values = {**self.defaults, **described} if described else dict(self.defaults)
         activation = values["hidden_act"]
         if activation not in ACTIVATIONS:
-            raise ValueError(f"hidden_act {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"hidden_act is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
         if values.get("pooler_act", "tanh") != "tanh":
-            raise ValueError(f"pooler_act is {values['pooler_act']!r}, but our representation layer uses tanh")
+            raise ValueError(
+                f"pooler_act is {values['pooler_act']!r}, expected tanh; other activations are not supported"
+            )
         known: ConfigFields = {"activation": ACTIVATIONS[activation], "norm_eps": values["layer_norm_eps"]}
         # Without a config.json, shapes and the table of sizes determine these.
         if described:
@@ -384,19 +386,28 @@ class DINOv3(Family):
         values = {**self.defaults, **described}
         is_gated = values["use_gated_mlp"]
         if is_gated and values["hidden_act"] != "silu":
-            raise ValueError(f"a gated MLP with hidden_act {values['hidden_act']!r} is not SwiGLU")
+            raise ValueError(
+                f"hidden_act is {values['hidden_act']!r}, expected silu; other gated MLPs are not supported"
+            )
         known = super().known({**values, "hidden_act": "gelu"} if is_gated else values)
         if is_gated:
             known["activation"] = "swiglu"
         if values["rope_theta"] != 100.0:
-            raise ValueError(f"rotary positions with base {values['rope_theta']}, not 100")
+            raise ValueError(
+                f"rope_theta is {values['rope_theta']}, expected 100; rotary positions with another base are not "
+                "supported"
+            )
         biases = (values["query_bias"], values["key_bias"], values["value_bias"])
         if biases not in QKV_BIASES:
             raise ValueError(
-                "a combination of query, key and value biases other than all three, all but the key's, or none"
+                f"query_bias, key_bias and value_bias are {biases}, expected all true, all false, or only key_bias "
+                "false; other combinations are not supported"
             )
         if values["proj_bias"] != values["mlp_bias"]:
-            raise ValueError("biases in the attention's output projection or the MLP, but not in both")
+            raise ValueError(
+                f"proj_bias is {values['proj_bias']} and mlp_bias is {values['mlp_bias']}, expected equal values; "
+                "other models are not supported"
+            )
         return {
             **known,
             "qkv_bias": QKV_BIASES[biases],
@@ -510,8 +521,8 @@ class CLIP(Family):
         bias = tensors.pop("visual_projection.bias", None)
         if bias is not None and bool(bias.any()):
             raise ValueError(
-                "transformers' CLIP vision tower has no bias in its projection; save as timm or safetensors, or "
-                "export the weights from before the head was trained"
+                "the projection of CLIP in transformers has no bias, but this model's has; save as timm or "
+                "safetensors, or export the weights from before the head was trained"
             )
         return tensors
 

@@ -220,7 +220,9 @@ def vit_config(
     hidden = shapes.get("blocks.0.mlp.up.weight") or shapes.get("blocks.0.mlp.gate_up.weight")
     if "embedding.weight" not in shapes or hidden is None:
         key = layout.keys("embedding.weight")[0]
-        raise ValueError(f"no {key} and no blocks among {len(stored)} keys: not a ViT in a supported format")
+        raise ValueError(
+            f"the file has {len(stored)} keys, but no {key} and no blocks, so it is not a ViT in a supported format"
+        )
 
     # JAX stores (rows, columns, in, out), torch (out, in, rows, columns).
     if layout.kernels_last:
@@ -266,7 +268,7 @@ def vit_config(
         heads_by_width = {width: heads for width, _, _, heads in SIZES.values()}
         width = config["width"]
         if width not in heads_by_width and width % CHANNELS_PER_HEAD:
-            raise ValueError(f"the file does not determine the number of heads for width {width}: pass heads=")
+            raise ValueError(f"the file does not determine the number of heads for width {width}; pass heads=NUMBER")
         config["heads"] = heads_by_width.get(width, width // CHANNELS_PER_HEAD)
     return checked(ViTConfig, with_positions(config, shapes.get("positions.0.table")))
 
@@ -297,7 +299,9 @@ def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
     """
     if table is None:
         if "image_size" not in config:
-            raise ValueError("without a position table, the image size is unknown: pass image_size=(height, width)")
+            raise ValueError(
+                "the file has no position table, so the image size is unknown; pass image_size=(height, width)"
+            )
         # A fixed table is not stored: without a table but with a known size, it is big_vision's sincos2d.
         return {"positions": "sincos2d", "class_slot": False, **config}
     length = table[1]
@@ -315,15 +319,17 @@ def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
             if side**2 + slots == length:
                 break
         else:
-            raise ValueError(f"{length} position entries do not form a square grid: pass image_size=(height, width)")
+            raise ValueError(
+                f"the {length} entries of the position table do not form a square grid; pass image_size=(height, width)"
+            )
         config["image_size"] = (side * rows_stride, side * columns_stride)
     height, width = config["image_size"]
     patches = (height // rows_stride) * (width // columns_stride)
     # A table has entries for all prefix tokens or for none of them (docs/models.md).
     if length not in (patches, patches + prefix):
         raise ValueError(
-            f"image_size {config['image_size']} has {patches} patches and {prefix} prefix tokens, the file has "
-            f"{length} position entries; load it at its own size and resize it with models.transfer"
+            f"image_size={config['image_size']} needs {patches + prefix} position entries ({patches} patches, {prefix} "
+            f"prefix tokens), but the file has {length}; load the file without image_size, then use models.transfer"
         )
     return {"class_slot": length == patches + prefix, **config}
 

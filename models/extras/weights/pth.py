@@ -69,12 +69,12 @@ def load(path: Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], ViTCon
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{path} is not a file of tensors: {reason}\n"
+            f"{path} cannot be read as a file of tensors: {reason}\n"
             "  pickled checkpoints (.pth, .bin) with other objects are not supported: convert them to safetensors first"
         ) from None
     stored = unwrapped(contents)
     if not stored:
-        raise ValueError(f"{path} contains no tensors with names, so it is not a ViT in a supported format")
+        raise ValueError(f"{path} contains no named tensors, so it is not a ViT in a supported format")
     masks = {}
     for key in list(stored):
         if key.endswith(".bias_mask"):
@@ -145,11 +145,15 @@ def dinov3_fields(stored: dict[str, Tensor], masks: dict[str, Tensor]) -> Config
     periods = stored.pop("rope_embed.periods", None)
     # Rounded to bfloat16, a period differs by up to 0.4 %.
     if periods is not None and not torch.allclose(periods, rope_periods(4 * len(periods)), rtol=0.01):
-        raise ValueError(f"the rotary periods of this DINOv3 are not those of base {BASE:g}")
+        raise ValueError(
+            f"this DINOv3 model has rotary positions with a base other than {BASE:g}, which is not supported"
+        )
     if periods is not None:
         heads = width // (4 * len(periods))
     if "cls_norm.weight" in stored:
-        raise ValueError("this DINOv3 normalises the class token and the patches separately, which is not supported")
+        raise ValueError(
+            "this DINOv3 model normalises the class token and the patches separately, which is not supported"
+        )
     for name in ("local_cls_norm.weight", "local_cls_norm.bias"):
         stored.pop(name, None)  # of small crops in pretraining
     qkv_bias = "all"
@@ -157,7 +161,9 @@ def dinov3_fields(stored: dict[str, Tensor], masks: dict[str, Tensor]) -> Config
         expected = torch.ones(3, len(mask) // 3)
         expected[1] = 0
         if not torch.equal(mask, expected.flatten()):
-            raise ValueError(f"{name}_mask is not zero for the keys and one for queries and values")
+            raise ValueError(
+                f"{name}_mask has unsupported values; expected 0 for the keys, and 1 for the queries and values"
+            )
         q, _, v = stored[name].chunk(3)
         stored[name] = torch.cat([q, v])
         qkv_bias = "qv"

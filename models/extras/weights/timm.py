@@ -441,7 +441,7 @@ def refuse(reasons: dict[str, bool]) -> None:
     """Raise ValueError naming the parts of a model that timm's module does not have."""
     wrong = [reason for reason, applies in reasons.items() if applies]
     if wrong:
-        raise ValueError(f"timm has no {', no '.join(wrong)} in this model; save as safetensors")
+        raise ValueError(f"timm's version of this model has no {', no '.join(wrong)}; save as safetensors")
 
 
 def vit_arguments(config: ViTConfig) -> tuple[str, ConfigFields]:

@@ -58,7 +58,7 @@ class PreflightReport(TypedDict):
 
 
 def own_report(device: torch.device) -> WorkerReport:
-    """Return this worker's report, without the tests of the folder and the data sets."""
+    """Return this worker's report; the tests of the folder and the data sets are not included."""
     shm_free = None
     with suppress(OSError):
         shm_free = shutil.disk_usage(SHARED_MEMORY).free

@@ -119,7 +119,7 @@ def test_altered_columns_are_not_used(path, state, at, caplog):
         file.write_bytes(content)
         caplog.clear()
         assert list(load_index(path).shards) == ROWS_HELD
-        assert "truncated or altered; writing it again from" in caplog.text
+        assert "is truncated or altered; creating it again from" in caplog.text
         assert file.read_bytes() == whole
     assert mapped.shards[0].name == ROWS[0][0]
 

@@ -114,7 +114,7 @@ def test_only_the_padding_that_writers_add_may_follow_a_tar(content, zeros, is_w
     if is_whole:
         check_end(tar, "t", content * 512)
         return
-    with pytest.raises(DataError, match=f"nothing but zeros from byte {content * 512} to its end, {zeros * 512:,} of"):
+    with pytest.raises(DataError, match=f"only zeros after byte {content * 512}, {zeros * 512:,} of"):
         check_end(tar, "t", content * 512)
 
 

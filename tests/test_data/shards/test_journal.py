@@ -128,7 +128,7 @@ def test_interrupted_packing_is_not_mistaken_for_a_data_set(tmp_path):
     with pytest.raises(DataError, match="labels"):
         pack(wrong, tmp_path, name="set", shard_samples=5, classes=5)
     (tmp_path / ".tmp-4000000-4000000-set-000001.tar").write_bytes(b"half")
-    with pytest.raises(DataError, match="an unfinished packing; run the same `jobs pack` again"):
+    with pytest.raises(DataError, match="a pack command has not finished; run the same `jobs pack` again"):
         build_index(tmp_path, name="set")
     with pytest.raises(DataError, match=r"set\.index\.json\.partial belongs to an unfinished packing or indexing"):
         load_index(tmp_path)

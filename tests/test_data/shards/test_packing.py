@@ -182,7 +182,9 @@ def test_missing_short_and_altered_shards_are_named(tmp_path):
     data = bytearray((tmp_path / "train-000003.tar").read_bytes())
     data[700] ^= 1
     (tmp_path / "train-000003.tar").write_bytes(data)
-    with pytest.raises(DataError, match=r"(?s)2 of 4 shards.*000001.tar: No such.*000002.tar: 1000 bytes, the index"):
+    with pytest.raises(
+        DataError, match=r"(?s)2 of 4 shards.*000001.tar: No such.*000002.tar: found 1000 bytes, but the index"
+    ):
         check_sizes([made])
     assert ShardReader(made).read(0, 0)[0] == "s00000"
     with pytest.raises(DataError, match=r"train-000003.tar: its sha256 differs from the index"):
@@ -373,7 +375,7 @@ def test_hidden_files_and_folders_are_left_out_and_counted_as_other_kinds_are(tm
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(picture(1))
     assert [(s.key, s.labels) for s in class_folders(tmp_path)] == [("cat/a", (0,))]
-    assert "because hidden or not jpg, jpeg, png, webp: 3 × hidden file, 1 × .gif, 1 × .txt" in caplog.text
+    assert "because they are hidden or not jpg, jpeg, png, webp: 3 × hidden file, 1 × .gif, 1 × .txt" in caplog.text
 
 
 def test_foreign_tar_and_excel_table_are_read_by_their_content(tmp_path):

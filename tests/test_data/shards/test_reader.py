@@ -173,8 +173,8 @@ def test_every_local_shard_that_is_missing_or_of_another_size_is_named(tmp_path)
     index = Index(shards, 3, (), "d", str(tmp_path), tmp_path)
     assert reader_module.unusable_shards(index) == {
         f"{tmp_path}/missing.tar": "No such file or directory",
-        f"{tmp_path}/short.tar": "6 bytes, the index lists 7",
-        f"{tmp_path}/long.tar": "8 bytes, the index lists 7",
+        f"{tmp_path}/short.tar": "found 6 bytes, but the index lists 7",
+        f"{tmp_path}/long.tar": "found 8 bytes, but the index lists 7",
         f"{tmp_path}/e.tar": "No such file or directory",
     }
 

@@ -512,9 +512,9 @@ def test_list_of_missing_samples_is_refused(tmp_path, parent, lines, reason):
     for side in ("only", "but"):
         with pytest.raises(DataError, match=reason):
             make_subset(parent, tmp_path / "s", Rule(**{side: str(tmp_path / "list.txt")}))
-    with pytest.raises(DataError, match="'wolf', which this source does not have"):
+    with pytest.raises(DataError, match="'wolf', but this source has no such class"):
         make_subset(parent, tmp_path / "s", Rule(keep=("wolf",)))
-    with pytest.raises(DataError, match="chooses none of 25 samples"):
+    with pytest.raises(DataError, match="selects none of the 25 samples"):
         make_subset(parent, tmp_path / "s", Rule(keep=("eel",)))
 
 

@@ -146,7 +146,7 @@ def test_masked_models_are_looked_into_and_models_without_attention_refused():
         analysis.attention_weights(bit, IMAGES)
     with pytest.raises(ValueError, match="family axial"):
         analysis.attention_weights(axial, IMAGES)
-    with pytest.raises(ValueError, match="a ResNet precedes it"):
+    with pytest.raises(ValueError, match="the output of a ResNet stem"):
         analysis.embedding_components(hybrid)
-    with pytest.raises(ValueError, match="found positions none"):
+    with pytest.raises(ValueError, match="found positions=none"):
         analysis.position_similarity(bare)

@@ -95,7 +95,7 @@ def test_paths_that_the_shell_expanded_become_their_pattern_again(tmp_path) -> N
     assert one_place([str(path) for path in paths]) == str(tmp_path)
     assert one_place([str(path) for path in paths[:3]]) == str(tmp_path / "cifar10-*.tar")
     assert one_place([str(path) for path in paths[:2]]) == str(tmp_path / "cifar10-train-*.tar")
-    with pytest.raises(UsageError, match="no folder or pattern matches exactly these paths"):
+    with pytest.raises(UsageError, match="no folder or pattern matches exactly these"):
         one_place([str(paths[0]), str(paths[2])])
 
 
