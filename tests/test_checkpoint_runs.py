@@ -417,7 +417,7 @@ def damaged_shard(shards: Path) -> Path:
     return shard
 
 
-def test_few_shot_that_cannot_read_on_names_the_set_and_is_not_tried_again(twin, shards, tmp_path) -> None:
+def test_few_shot_that_cannot_continue_reading_names_the_set_and_is_not_retried(twin, shards, tmp_path) -> None:
     """A byte is wrong in the last shard, which worker 1 reads."""
     train = tmp_path / "shards"
     shutil.copytree(training_set(twin), train)
@@ -493,7 +493,7 @@ def test_a_stage_does_not_end_before_its_last_step_is_committed(twin, run) -> No
     assert not (stage(run) / "weights.safetensors").exists()
 
 
-def test_a_stop_whose_save_fails_does_not_say_that_it_committed(run) -> None:
+def test_stop_with_a_failed_save_does_not_report_a_commit(run) -> None:
     assert stop_at(run, 3, "pretrain.log_every=1", "pretrain.max_failed_saves=9", patch="full_disk") == 75, said(run)
     assert "which could not be committed" in said(run)
 
@@ -592,13 +592,13 @@ def test_a_stop_a_commit_and_an_infinite_gradient_of_one_worker_fall_into_one_st
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_back_commits_the_save_in_flight_and_leaves_out_no_good_step(run) -> None:
+def test_run_that_rolls_back_commits_the_pending_save_and_skips_no_good_step(run) -> None:
     assert finish(run, "pretrain.max_skipped=3", patch="given_up_with_a_save_in_flight") == 0, said(run)
     assert "had non-finite gradients: rolling back to step 10, excluding steps 11 … 15" in said(run)
 
 
 @pytest.mark.slow
-def test_a_run_that_bad_samples_end_commits_the_save_in_flight_and_leaves_nothing_half_written(run) -> None:
+def test_run_ended_by_bad_samples_commits_the_pending_save_and_leaves_no_partial_files(run) -> None:
     assert finish(run, patch="bad_samples_with_a_save_in_flight") == 65, said(run)
     assert "12 of 208 samples were bad, more than data.max_bad_fraction=0.001 allows" in said(run)
     checkpoints = stage(run) / "checkpoints"

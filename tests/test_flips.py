@@ -361,7 +361,7 @@ def test_any_bit_of_the_excluded_steps_is_found(tmp_path):
             artifacts.read_record(file)
 
 
-def test_a_bit_of_the_journal_of_a_stopped_packing_makes_no_other_set(tmp_path):
+def test_flipped_bit_in_the_journal_of_interrupted_packing_does_not_change_the_set(tmp_path):
     stop_packing_in_the_middle(tmp_path / "stopped")
     whole = contents(pack_to_the_end(tmp_path / "stopped", tmp_path / "whole"))
     journal = tmp_path / "stopped" / "train.index.json.partial"

@@ -144,7 +144,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_link_is_cut_swallows_everything_is_slow_and_is_mended(tmp_path) -> None:
+def test_link_can_be_cut_slowed_and_restored_or_drop_all_packets(tmp_path) -> None:
     fifo = tmp_path / "ask"
     os.mkfifo(fifo)
     with Network(tmp_path) as network, (tmp_path / "answers").open("w") as answers:
@@ -210,7 +210,7 @@ def test_hosts_end_with_the_process_that_booted_them_even_if_it_is_killed(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [ONCE, LONG])
-def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, shared) -> None:
+def test_host_that_dies_during_a_step_does_not_change_the_results(rounds, cluster, twin, shared) -> None:
     """The run continues on the spare host; the dead host returns under its old name."""
     rng = random.Random(SEED)
     times_s: list[float] = []
@@ -238,7 +238,7 @@ def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, sha
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [ONCE, LONG])
-def test_a_host_that_dies_in_mid_save_changes_nothing(rounds, cluster, twin, shared) -> None:
+def test_host_that_dies_during_a_save_does_not_change_the_results(rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 1)
     times_s: list[float] = []
     for number in range(rounds):
@@ -379,7 +379,7 @@ def test_run_continues_with_fewer_or_more_workers_as_hosts_are_lost_and_join(clu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [ONCE, QUARTER])
-def test_a_lost_head_costs_the_cluster_and_the_same_command_resumes_on_a_new_one(rounds, cluster, twin, shared) -> None:
+def test_same_command_resumes_on_a_new_cluster_after_the_head_is_lost(rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 6)
     for number in range(rounds):
         run = shared / f"head-{rounds}-{number}"
@@ -406,7 +406,7 @@ LOG_IN = "export RAY_AUTH_MODE=token; mkdir -p ~/.ray; cp {token} ~/.ray/auth_to
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", [Host.cut, Host.black_hole])
-def test_a_node_that_the_head_has_given_up_joins_again_as_soon_as_its_link_is_whole(fault, shared) -> None:
+def test_node_removed_by_the_head_rejoins_once_its_link_works(fault, shared) -> None:
     token = shared / "token-of-nodes"
     token.write_text(os.urandom(32).hex())
     login = LOG_IN.format(token=token)
@@ -616,7 +616,7 @@ def preflight(cluster: RayHosts, run: Path, *overrides: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_preflight_names_the_slow_link_and_is_content_when_it_is_mended(cluster, shared) -> None:
+def test_preflight_names_the_slow_link_and_passes_once_it_is_repaired(cluster, shared) -> None:
     cluster.network["h2"].slow(delay_s=0.1, loss=0.0, seed=SEED)
     try:
         code, said_then = preflight(cluster, shared / "preflight", "cluster.workers=3", "pretrain.batch_size=24")
@@ -675,7 +675,7 @@ def restart_with_other_torch(cluster: RayHosts, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_node_with_another_torch_is_left_out_and_too_few_are_refused(cluster, twin, shared) -> None:
+def test_node_with_another_torch_is_excluded_and_too_few_nodes_are_refused(cluster, twin, shared) -> None:
     restart_with_other_torch(cluster, "h1")
     try:
         # Whether it runs a worker or is spare, this host is named, not rank 0 or the hosts that differ from it.

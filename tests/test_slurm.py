@@ -151,7 +151,7 @@ def test_job_commits_before_its_time_limit_and_resumes_until_it_is_done(network)
 
 
 @pytest.mark.timeout(1500)
-def test_a_run_in_a_bucket_commits_ahead_of_the_limit_goes_on_and_stays_out_of_the_queue_when_told(network) -> None:
+def test_run_in_a_bucket_commits_before_the_limit_resumes_and_is_not_requeued_on_request(network) -> None:
     """The hosts share no folder of the run; the store is on a third host."""
     shared = network.shared
     with (shared / "store.log").open("w") as log:

@@ -53,7 +53,7 @@ def test_a_pod_has_the_time_for_its_hook_and_a_stopped_job_for_its_commit() -> N
     assert variables["RAY_JOB_STOP_WAIT_TIME_S"] == str(STOP_GRACE_S)
 
 
-def test_pods_are_no_root_have_no_privileges_and_share_the_run_directory() -> None:
+def test_pods_run_without_root_or_privileges_and_share_the_run_directory() -> None:
     job_pod = manifest("submit.yaml")["spec"]["template"]["spec"]
     for pod in [*pods(), job_pod]:
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -97,7 +97,7 @@ def test_a_campaign_under_kueue_names_the_queue_and_the_class_that_the_manifest_
 MISTAKES = {ExitCode.USAGE, ExitCode.DATA, ExitCode.CONFIG}  # which a restart does not fix
 
 
-def test_a_submitted_campaign_is_tried_again_after_a_commit_and_a_lost_head_and_not_after_a_mistake() -> None:
+def test_submitted_campaign_is_retried_after_a_commit_and_a_lost_head_but_not_after_a_mistake() -> None:
     job = manifest("submit.yaml")["spec"]
     actions: dict[str, set[int]] = {}
     for rule in job["podFailurePolicy"]["rules"]:

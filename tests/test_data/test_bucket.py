@@ -75,7 +75,7 @@ def test_refusal_without_a_named_condition_counts_as_an_existing_name(run, proxy
     assert Bucket(run, SCRATCH).create_once("name", b"mine")
 
 
-def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket, tmp_path, monkeypatch) -> None:
+def test_store_that_fails_often_only_delays_the_run(run, proxy, bucket, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(bucket_module, "PIECE", 10_000)
     monkeypatch.setattr(bucket_module, "ATTEMPTS", 30)
     monkeypatch.setattr(bucket_module, "TIMEOUT_S", 0.5)

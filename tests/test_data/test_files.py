@@ -181,7 +181,7 @@ def refusing(call, code: int, refused):
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
-def test_a_file_system_that_cannot_sync_folders_still_takes_files(code, tmp_path, monkeypatch) -> None:
+def test_files_can_be_written_without_support_for_folder_sync(code, tmp_path, monkeypatch) -> None:
     def is_folder(handle: int) -> bool:
         return stat.S_ISDIR(os.fstat(handle).st_mode)
 
@@ -203,7 +203,7 @@ def test_a_disk_that_cannot_sync_a_file_is_an_error(tmp_path, monkeypatch) -> No
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_storage_without_locks_is_named_with_its_path_and_what_to_do(code, tmp_path, monkeypatch) -> None:
+def test_error_for_storage_without_locks_has_its_path_and_a_remedy(code, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(fcntl.flock, code, lambda *_: True))
     no_locks = r"the file system of .* has no locks \(flock\)"
     with pytest.raises(StorageError, match=no_locks) as refusal, files.locked(tmp_path / "lock"):
@@ -213,7 +213,7 @@ def test_storage_without_locks_is_named_with_its_path_and_what_to_do(code, tmp_p
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
-def test_storage_without_hard_links_is_named_with_its_path_and_what_to_do(code, tmp_path, monkeypatch) -> None:
+def test_error_for_storage_without_hard_links_has_its_path_and_a_remedy(code, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "link", refusing(os.link, code, lambda *_: True))
     with pytest.raises(StorageError, match="has no hard links") as refusal:
         claim_attempt(Folder(tmp_path))

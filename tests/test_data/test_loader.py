@@ -285,7 +285,7 @@ def test_evaluation_gives_the_same_batches_with_threads_and_masks_what_is_bad(tm
     assert (batches[0].labels[7] == -1).all()
 
 
-def test_the_float_squash_stays_float(index):
+def test_float_resize_returns_float_pixels(index):
     batch = next(iter(EvaluationSet(index, "decode|resize_float(48)", batch_size=4)))
     assert batch.images.dtype == torch.float32
     assert batch.images.shape == (4, 3, 48, 48)

@@ -120,7 +120,7 @@ def test_frozen_owner_that_wakes_up_uploads_no_metrics(group, run, tmp_path, mon
     assert Bucket(run, SCRATCH).read(f"{STAGE}/metrics.jsonl") == b"of the second owner\n"
 
 
-def test_an_owner_frozen_between_its_last_look_and_the_commit_commits_nothing(
+def test_owner_frozen_between_its_last_check_and_the_commit_commits_nothing(
     group, run, bucket, tmp_path, monkeypatch
 ) -> None:
     """At the last moment before the commit, all files are uploaded and checked, and there is no newer claim."""
@@ -550,7 +550,7 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
     assert list(other.iterdir()) == [], "a bad copy would be put by the driver"
 
 
-def test_the_record_of_a_finished_stage_is_put_after_its_files_and_none_after_a_new_owner_has_come(
+def test_record_of_a_finished_stage_is_uploaded_after_its_files_and_not_after_a_takeover(
     run, machines, bucket, monkeypatch
 ) -> None:
     monkeypatch.setattr(ownership, "PERIOD_S", 1000.0)  # the thread does nothing meanwhile

@@ -120,7 +120,7 @@ def test_logits_are_the_head_of_the_features():
 
 
 @pytest.mark.parametrize("options", [{}, {"positions": "relative", "registers": 1}, DINOV3, EVA02])
-def test_tokens_that_are_not_read_need_no_computing(options):
+def test_unread_tokens_are_not_computed(options):
     model = with_live_head(models.build("mu/8", **SMALL, **options)).train()
     results = []
     for skip in (True, False):
@@ -311,7 +311,7 @@ def test_autocast_runs_every_family(name):
         ("B/16", {"pre_norm": 1}, "pre_norm must be true or false, found 1"),
     ],
 )
-def test_a_bad_value_is_refused_with_the_way_out(name, options, message):
+def test_bad_value_is_refused_with_a_remedy(name, options, message):
     with pytest.raises(ValueError, match=message):
         models.config_of(name, **options)
 

@@ -117,7 +117,7 @@ def test_equal_classes_keep_the_head_unless_a_new_one_is_requested():
     assert {name for name, *_ in report.dropped} == {"head.weight", "head.bias"}
 
 
-def test_pooling_changes_and_the_class_token_goes():
+def test_mean_pooling_drops_the_class_token_and_its_position():
     source = models.build("mu/4", 16, 5)
     state, report = models.transfer(source.state_dict(), source.config, models.config_of("mu/4", 16, 5, pool="gap"))
     assert ("prefix.cls", (1, 1, 32), None) in report.dropped

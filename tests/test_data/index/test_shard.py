@@ -193,7 +193,7 @@ def test_shards_are_loaded_with_a_warning_if_columns_cannot_be_written(path, mon
     assert "set PATCHLINE_CACHE to a writable folder" in caplog.text
 
 
-def test_sets_are_joined_and_shards_left_out_as_in_a_small_index(path, monkeypatch):
+def test_sets_are_joined_and_shards_excluded_as_in_a_small_index(path, monkeypatch):
     small = held(path, monkeypatch)
     names = ["train-000007.tar", "train-005999.tar"]
     (dropped,) = exclude([load_index(path)], names)
@@ -230,7 +230,7 @@ def test_a_loader_gives_the_same_batches_from_a_mapped_index(tmp_path, monkeypat
         assert torch.equal(small.ids, large.ids)
 
 
-def test_a_decoding_process_that_cannot_map_the_index_says_so(path, monkeypatch):
+def test_decoding_process_reports_that_it_cannot_map_the_index(path, monkeypatch):
     mapped = load_index(path)
     elsewhere = (shard_module.reopened, (Path("/x"), b"", frozenset()))
     monkeypatch.setattr(MappedShards, "__reduce__", lambda self: elsewhere)

@@ -145,7 +145,7 @@ def test_links_devices_and_sparse_files_are_counted():
 
 
 @pytest.mark.parametrize("cut", [100, 600, 1100, 2048])
-def test_a_tar_that_is_cut_anywhere_is_refused_or_kept_up_to_the_cut(cut):
+def test_truncated_tar_is_refused_or_read_up_to_its_end(cut):
     data = tar_of([("a.jpg", b"A" * 700), ("b.jpg", b"B" * 700)])
     with pytest.raises(DataError, match="t: "):
         walk(data[:cut], "t")
@@ -366,7 +366,7 @@ def test_tars_joined_by_gnu_tar_are_one_tar(tmp_path: Path) -> None:
     assert [row.key for row in walk((tmp_path / "0.tar").read_bytes(), "0.tar").rows] == [b"cat/0", b"dog/1"]
 
 
-def test_names_that_a_dot_cuts_off_are_counted_as_such_unless_their_sample_has_an_image() -> None:
+def test_names_cut_off_by_a_dot_are_counted_unless_their_sample_has_an_image() -> None:
     names = ["IMG.1.jpg", "IMG.1.cls", "IMG.2.jpg", "IMG.2.cls", "a.depth.png", "a.jpg", "a.cls", "a.seg.png", ".x.jpg"]
     tar = tar_of([(name, b"content") for name in names])
     result = walk(tar, "t.tar")

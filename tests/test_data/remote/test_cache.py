@@ -105,7 +105,7 @@ def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, c
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
-def test_decoding_processes_that_a_silent_storage_holds_up_are_not_blamed(faulty, tmp_path):
+def test_error_for_silent_storage_does_not_blame_decoding_processes(faulty, tmp_path):
     faulty.fault = lambda path: "stall"
     cache = CacheConfig(str(tmp_path), attempts=2, backoff_s=0.001, timeout_s=0.3)
     with pytest.raises(StorageError, match=r"://images/set/train-00000\d.tar: no response after 2 attempts"):
@@ -199,7 +199,7 @@ def test_compressed_tars_next_to_plain_ones_are_not_ignored_silently(faulty, tmp
     assert len(build_index(f"{mixed}/*.tar", output=tmp_path).shards) == 1
 
 
-def test_an_index_command_that_the_storage_stopped_goes_on_without_fetching_again(
+def test_index_command_stopped_by_the_storage_resumes_without_downloading_again(
     faulty, local, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
@@ -482,7 +482,7 @@ def test_documented_tested_clients_match_the_constraints():
     assert {f"{name}=={number}" for name, number in urls.TESTED.items()} <= set(pinned)
 
 
-def test_an_abandoned_download_makes_room_and_one_at_work_does_not(tmp_path, monkeypatch):
+def test_abandoned_download_is_evicted_but_an_active_one_is_not(tmp_path, monkeypatch):
     contents = [os.urandom(400), os.urandom(401)]
     for age, asks in ((0, 18), (7200, 9)):  # pieces of 100 bytes: both shards twice, or once
         directory = tmp_path / str(age)

@@ -136,7 +136,7 @@ def test_altered_sample_is_not_replaced_but_ends_the_run_with_a_remedy(made, pro
         list(EvaluationSet(made, "resize(16)", batch_size=50))
 
 
-def test_a_shard_that_is_replaced_while_it_is_opened_is_not_taken_for_the_one_that_was_verified(made, monkeypatch):
+def test_shard_replaced_during_opening_is_not_mistaken_for_the_verified_one(made, monkeypatch):
     path = Path(made.location(0))
     other = path.with_name("other.tar")
     other.write_bytes(path.read_bytes())
@@ -204,7 +204,7 @@ fewshot: {{init: "@pretrain", probe: {{train: {train}, test: {test}, shots: [1]}
 """
 
 
-def test_a_shard_that_is_overwritten_in_mid_run_ends_it_with_65(made, shards, tmp_path, capsys):
+def test_shard_overwritten_during_a_run_ends_it_with_65(made, shards, tmp_path, capsys):
     recipe = tmp_path / "run.yaml"
     recipe.write_text(RECIPE.format(run=tmp_path / "run", train=tmp_path / "set", test=shards / "test", steps=5_000))
     overwritten_after: list[int] = []
@@ -236,7 +236,7 @@ def test_a_shard_that_is_overwritten_in_mid_run_ends_it_with_65(made, shards, tm
 # ------------------------------------------------------------------------------------------- remote shards
 
 
-def test_a_cached_copy_that_rots_is_fetched_again_once(made, tmp_path, monkeypatch):
+def test_decayed_cached_copy_is_downloaded_again_once(made, tmp_path, monkeypatch):
     content = Path(made.location(0)).read_bytes()
     asked: list[int] = []
 

@@ -66,7 +66,7 @@ def chosen(parent: Index, folder: Path, **rule) -> list[int]:
 # ------------------------------------------------------------------------------------------------ choosing
 
 
-def test_samples_with_several_labels_or_none_are_looked_through_in_pieces(monkeypatch):
+def test_samples_with_several_labels_or_none_are_searched_in_pieces(monkeypatch):
     monkeypatch.setattr(subset, "AT_ONCE", 3)
     rng = np.random.default_rng(0)
     labels_of = [rng.integers(0, 5, rng.integers(0, 4)).tolist() for _ in range(20)]
@@ -116,7 +116,7 @@ def test_two_parts_share_no_sample_and_are_together_the_whole(tmp_path, parent, 
     assert (train == list(range(20))) == (seed is None)
 
 
-def test_a_seed_s_part_has_its_share_of_every_class_and_smaller_parts_lie_in_larger_ones(tmp_path, parent):
+def test_part_has_its_share_of_every_class_and_contains_smaller_parts_of_the_seed(tmp_path, parent):
     """LABELS has 7, 8, 3 and 7 samples per class; a plain random permutation would sometimes omit a class."""
     drawn = set()
     for seed in range(1, 13):
@@ -349,7 +349,7 @@ def test_the_subsets_of_a_stage_are_made_in_one_pass(tmp_path, parent, monkeypat
 # ------------------------------------------------------------------------------------------ what it stands for
 
 
-def test_the_digest_stands_for_the_samples_and_not_for_the_way_they_were_chosen(tmp_path, parent):
+def test_digest_depends_on_the_samples_and_not_on_the_rule_that_chose_them(tmp_path, parent):
     """Two seeds may choose equally many samples of each shard: without the rows their digests would be equal."""
     digests = Counter()
     for seed in range(4):

@@ -124,7 +124,7 @@ def test_the_loss_falls_below_guessing():
     assert (loss / count).item() < 1.0 < torch.tensor(512.0).log()
 
 
-def test_finetuning_takes_the_vit_out(tmp_path):
+def test_finetuning_extracts_the_vit(tmp_path):
     source = build()
     models.save_weights(source, tmp_path)
     weights, config = models.load_weights(tmp_path)
