@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import hosts
-from tests.support.drives import assert_same_stage, said, start
+from tests.support.drives import assert_same_stage, output_of, start
 from tests.support.hosts import ROOT, Network
 from tests.support.ray_hosts import PATIENCE
 from tests.test_jobs.run.test_sync import BUCKET, CREDENTIALS, recipe_on
@@ -143,7 +143,7 @@ def test_job_commits_before_its_time_limit_and_resumes_until_it_is_done(network)
     assert re.search(r"attempt \d: resumed from step \d+ ", log)
     wait_for(network, f"scontrol show job {job}", "JobState=COMPLETED", 120)
     undisturbed.join()
-    assert undisturbed.exitcode == 0, said(twin)
+    assert undisturbed.exitcode == 0, output_of(twin)
     for name in ("pretrain", "finetune"):
         (folder,) = run.glob(f"{name}-*")
         (expected,) = twin.glob(f"{name}-*")
