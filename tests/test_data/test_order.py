@@ -129,7 +129,7 @@ def test_a_replacement_is_the_next_sample_of_the_lane_and_another_one():
     assert order.replacement(2, 0, 1)[1:] == tuple(column[1] for column in order.batch(2))[1:]
 
 
-def test_numbers_that_give_no_order_are_refused():
+def test_arguments_that_define_no_order_are_refused():
     for options, message in (
         ({"lanes": 0}, "lanes 0"),
         ({"batch_size": 0}, "batch_size 0"),

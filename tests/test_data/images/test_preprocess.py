@@ -170,7 +170,7 @@ def test_the_shape_of_ops_is_that_of_every_image(ops, shape):
     assert shape_of(ops) == shape == preprocess(np.zeros((1000, 1500, 3), np.uint8), ops).shape
 
 
-def test_what_was_corrected_is_named_only_where_it_is_used():
+def test_corrections_are_listed_only_for_ops_in_use():
     assert preprocessing.corrections("decode|resize(256)|central_crop(224)|resize_tf1(30)") == {}
     assert preprocessing.corrections("resize_small(256)|central_crop(224)") == {"resize_small": 1}
     assert preprocessing.corrections("resize(24, antialias=False)") == {}
