@@ -516,7 +516,7 @@ def existing_folder(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes for this user on the disk of a path, which need not exist yet.
+    """Return the free bytes for this user on the disk of a path; the path itself need not exist yet.
 
     Raises OSError if the disk cannot be queried.
     """

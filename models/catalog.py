@@ -172,7 +172,7 @@ def shape_text(shape: Shape | None) -> str:
 
 
 def tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
-    """Return the shape of each named tensor."""
+    """Return {name: shape} for these tensors."""
     return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 

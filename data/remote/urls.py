@@ -435,7 +435,7 @@ async def ask_google(
 def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
     """Return fsspec's file system for a scheme, with its own retries disabled.
 
-    Raises DataError if its package is missing, or is a version whose retries cannot be disabled.
+    Raises DataError if its package is missing, or if the retries of the installed version cannot be disabled.
     """
     if scheme == "hf":
         hub: AbstractFileSystem = load_optional(HUB + "file_system", "hf://")()
@@ -557,7 +557,7 @@ class SameHostHandler(urllib.request.HTTPRedirectHandler):
 
 
 class PublicConnection(http.client.HTTPSConnection):
-    """Connects to the checked address, because a second name resolution could return another one."""
+    """Connects to the checked address, because a second name resolution could return a different address."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)

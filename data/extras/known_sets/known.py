@@ -160,7 +160,7 @@ def pets_lists(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def pets_classes(folder: Path) -> Names:
-    """Return the breeds in the order of their class ids; an image name is the breed and a number."""
+    """Return the breeds in the order of their class ids; an image's name consists of its breed and a number."""
     names: dict[int, str] = {}
     for class_ids in pets_lists(folder).values():
         for key, label in class_ids.items():
