@@ -415,7 +415,10 @@ def test_planted_link_in_a_folder_of_all_users_is_refused(tmp_path) -> None:
     (shared / "planted").symlink_to(tmp_path)
     for name in ("own", "missing"):
         files.refuse_planted(shared / name, "choose another")
-    with pytest.raises(StorageError, match=r"planted: found a link(?s:.*)\n  choose another$"):
+    with pytest.raises(
+        StorageError,
+        match=r"planted: this is a link or belongs to another user(?s:.*)\n  expected a folder of this user",
+    ):
         files.refuse_planted(shared / "planted", "choose another")
     # The user's own link in a private folder is intended.
     shared.chmod(0o755)
@@ -427,7 +430,7 @@ def test_planted_folder_of_another_user_is_refused(tmp_path) -> None:
     tmp_path.chmod(0o1777)
     (tmp_path / "run").mkdir()
     os.chown(tmp_path / "run", 65534, 65534)
-    with pytest.raises(StorageError, match="another user's folder"):
+    with pytest.raises(StorageError, match="belongs to another user"):
         files.refuse_planted(tmp_path / "run", "choose another")
 
 

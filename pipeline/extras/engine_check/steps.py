@@ -78,8 +78,35 @@ def wrong_steps(cfg: TrainConfig, configs: list[ModelConfig], device: torch.devi
             if any_worker(bool(wrong), device):
                 break  # later results would follow from the first difference
     finally:
-        engine.close()
+        release(engine)
     return wrong
+
+
+def release(engine: Engine) -> None:
+    """Close an engine and free its memory, which DeepSpeed's hooks at ZeRO 3 would keep until the process ends."""
+    values: list[object] = [
+        *engine.model.parameters(),
+        *engine.state.flats,
+        *engine.state.optimizer.state.values(),
+        *vars(engine.engine.optimizer).values(),
+    ]
+    # At ZeRO 3, DeepSpeed keeps each parameter's part as an attribute of the parameter.
+    for p in engine.model.parameters():
+        values += vars(p).values()
+    engine.close()
+    seen: set[int] = set()
+    while values:
+        value = values.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            value.grad = None
+            value.data = value.new_empty(0)
+        elif isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list | tuple):
+            values += value
 
 
 def build_engine(cfg: TrainConfig, model: nn.Module, decayed: set[str], world: int) -> Engine:
