@@ -317,7 +317,10 @@ class Mixture:
 
 
 def shares(batch_size: int, weights: Sequence[float]) -> list[int]:
-    """Return the number of slots of each data set, by weight and largest remainder; ValueError if a set gets none."""
+    """Return the number of slots of each data set, by weight and largest remainder.
+
+    Raises ValueError if a data set gets no slots.
+    """
     exact = [batch_size * weight / sum(weights) for weight in weights]
     counts = list(map(int, exact))
     remainders = np.subtract(exact, counts)

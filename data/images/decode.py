@@ -188,7 +188,8 @@ def read_jpeg(data: bytes) -> Header:
 def read_webp(data: bytes) -> Header:
     """Read the size of a WebP from its first chunk (RFC 9649: extended, lossless or lossy).
 
-    Raises BadImage or struct.error if that chunk is damaged."""
+    Raises BadImage or struct.error if that chunk is damaged.
+    """
     (riff_bytes,) = struct.unpack_from("<I", data, 4)
     if len(data) < 8 + riff_bytes:
         raise BadImage("truncated")

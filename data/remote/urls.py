@@ -421,7 +421,7 @@ async def ask_google(
 ) -> Any:
     """Send one request of gcsfs. Raises ErrorPage if an error page arrives instead of the JSON of a list or an object.
 
-    gcsfs would retry HTML and XML pages, and take a JSON page for an empty list.
+    gcsfs would retry HTML and XML pages, and mistake a JSON page for an empty list.
     """
     answer = await send_once(filesystem, method, path, *args, **options)
     # Reads have complete URLs as paths; an object may contain anything.
