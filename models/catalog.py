@@ -43,7 +43,7 @@ FLOPS_PER_MAC_TRAINED = 6  # a multiplication and an addition; one forward and t
 
 
 def module_of(config: ModelConfig) -> Any:
-    """Return the module class for a config's family; it is constructed from the config."""
+    """Return the module class for a config's family; its constructor takes the config."""
     file, _, name = MODULES[config.family].partition(":")
     return getattr(import_module(file), name)
 

@@ -300,7 +300,7 @@ def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndar
 
 
 def reduction(side: int, covering: int) -> int:
-    """Return the largest denominator that keeps `side` at `covering` pixels or more; 1 if `covering` is 0."""
+    """Return the largest denominator (8, 4, 2 or 1) at which `side` keeps `covering` pixels; 1 if `covering` is 0."""
     if covering:
         for denominator in (8, 4, 2):
             if side >= denominator * covering:

@@ -149,8 +149,8 @@ def check_url(url: str) -> None:
 def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     """Return bytes start … stop−1, or fewer if the response ends early.
 
-    Raises FileNotFoundError, PermissionError, and many kinds of errors for which a retry may help. Raises Refused for
-    a forbidden scheme or address, and if the store ignores ranges, because every request would then return the whole
+    Raises FileNotFoundError, PermissionError, or any of the many errors for which a retry may help. Raises Refused for
+    a forbidden scheme or address, or if the store ignores ranges, because every request would then return the whole
     object. Raises StorageError with the text of an error page if one arrives instead of these bytes.
     """
     check_url(url)
@@ -247,7 +247,8 @@ class Retry:
 
         Raises at once: FileNotFoundError, because retries do not help; DataError if the store's client is not installed
         or an address is refused; StorageError for an error page. Raises StorageError if all attempts fail, if the store
-        has denied the requests for DENIED_S, if it asks for pauses of LONGEST_THROTTLED_S, or if `stopped()` is true.
+        has denied the requests for DENIED_S, if the pauses that it requests exceed LONGEST_THROTTLED_S, or if
+        `stopped()` is true.
         """
         bucket = "/".join(address.split("/")[:3])
         reason = ""
