@@ -169,7 +169,7 @@ class Decoder:
     def run(self, task: DecodeTask, arrays: Arrays) -> Done:
         """Fill the first rows of the arrays; replace each bad sample with the next good one in its lane.
 
-        Raises DataError after 100 consecutive bad samples, and all errors of the reader.
+        Raises DataError after 100 consecutive bad samples, or the errors of `ShardReader.read`.
         """
         start = perf_counter()
         self.storage_s = 0.0

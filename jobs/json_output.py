@@ -83,22 +83,27 @@ def print_document(
     with stdout_as_stderr() as stdout:
         try:
             answer = execute()
-            document: Document = {
-                "schema": f"{name_of(words)}.{answer.version}",
-                "code": answer.code,
-                **answer.content(),
-            }
+            code = answer.code
+            schema = f"{name_of(words)}.{answer.version}"
+            text = as_json({"schema": schema, "code": code, **answer.content()})
         except KeyboardInterrupt as interrupt:
-            document = error_document(interrupt, str(interrupt) or "interrupted", words)
+            code = exit_code(interrupt)
+            text = as_json(error_document(interrupt, str(interrupt) or "interrupted", words))
         except Exception as error:
             if "--debug" in words:
                 traceback.print_exc()
             error, message = explain(error)
             write_last(f"error: {message}")
-            document = error_document(error, message, words)
-        stdout.write(json.dumps(plain(document), ensure_ascii=False, allow_nan=False) + "\n")
+            text = as_json(error_document(error, message, words))
+            code = exit_code(error)
+        stdout.write(f"{text}\n")
         stdout.flush()
-    return int(document["code"])
+    return code
+
+
+def as_json(document: Document) -> str:
+    """Return a document as one line of JSON."""
+    return json.dumps(plain(document), ensure_ascii=False, allow_nan=False)
 
 
 @contextlib.contextmanager

@@ -118,9 +118,9 @@ class StageKind:
         return ()
 
     def ways_to_train_longer(self, stage: "Stage", before: Mapping[str, Any], available: "Available") -> Iterable[str]:
-        """Return commands that continue a stage for more steps; `before` has the "forbid" fields of its earlier start.
+        """Return commands that train a stage for more steps; `before` has the "forbid" fields of its earlier start.
 
-        Each command is followed by its meaning. Called if only the length of the stage has changed.
+        Each command is followed by a description of its effect. Called if only the length of the stage has changed.
         """
         return ()
 
@@ -280,7 +280,10 @@ class Campaign:
         return open_storage(self.run, self.remote)
 
     def stage(self, name: str) -> Stage:
-        """Return the stage with this name. Raises ConfigError, which suggests the most similar name."""
+        """Return the stage with this name.
+
+        If there is no such stage, raises ConfigError, which suggests the most similar name.
+        """
         for stage in self.stages:
             if stage.name == name:
                 return stage

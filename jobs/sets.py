@@ -277,8 +277,8 @@ def reader_of(cfg: SetConfig, function: str) -> Callable[..., Any]:
 def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, giver: str = "") -> Numbering:
     """Return a data set's class numbering: by `names`, by `classes_of`, like the `first` data set, or like its source.
 
-    `name` is the name of this data set, and `giver` the name of the first. Raises DataError, which lists the classes
-    missing from the numbering.
+    `name` is the name of this data set, and `giver` the name of the first. If classes are missing from the numbering,
+    raises DataError, which lists them.
     """
     own = source_names(cfg)
     target: Names = ()

@@ -249,7 +249,8 @@ def check_weights(folder: Path, log: Callable[[str], None]) -> CheckedWeights:
 def load_weights(folder: Path) -> tuple[dict[str, "Tensor"], models.ModelConfig]:
     """Load the state dict and the model config from a folder of weights in Patchline's format.
 
-    Raises DataError if they are invalid, do not match, or contain NaN or infinity, or OSError if a file is unreadable.
+    Raises DataError if the files are invalid, do not match, or contain NaN or infinity, or OSError if a file cannot be
+    read.
     """
     try:
         return models.load_weights(folder)

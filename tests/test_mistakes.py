@@ -129,7 +129,7 @@ COMMANDS = """
 78 subset shards/train --shots 5 --output out => shots needs a seed, but no seed is set|set a seed
 78 plan tiny.yaml --gpu v100                  => did you mean 'h100'?
 74 run tiny.yaml run=/sys/run                 => /sys/run|or use another folder: run=/elsewhere
-69 run tiny.yaml cluster.gpus_per_worker=99   => 2 workers need 198 GPUs|cluster.gpus_per_worker=0
+69 run tiny.yaml cluster.gpus_per_worker=99   => at least 198 GPUs for 2 workers|cluster.gpus_per_worker=0
 """
 
 # The same for `plan tiny.yaml`, with the arguments after it.
@@ -206,7 +206,6 @@ KEYS = """
 65 pretrain.data.train=tars/a.tar   => is a tar, one shard of a set|run python -m jobs index tars
 65 pretrain.data.train=empty        => neither tars nor images
 65 pretrain.data.train=shards       => use one of shards/test, shards/train
-65 pretrain.data.train=s3://bucket/train => python -m jobs index URL --output FOLDER
 78 pretrain.data.train=@shards/train => pretrain.data.train is @shards, but the recipe has no stage shards; known
 78 pretrain.data.train=@pretrain    => the stage itself|expected another stage, or a path
 78 pretrain.data.train=null         => pretrain.data.train is missing|set pretrain.data.train=FOLDER

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from data.files import import_path
 from data.storage import Folder
 from jobs.__main__ import main
 from jobs.ownership import Lease
@@ -167,7 +168,7 @@ def driver(here: Path) -> Iterator[Callable[..., Any]]:
     def start(run: str, *overrides: str) -> subprocess.Popen[str]:
         words = ["run", "small.yaml", f"run={run}", *LONG, *overrides]
         command = [sys.executable, "-m", "jobs", *with_json(words)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": import_path()}
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
         while not list(Path(run).glob("pretrain-*/checkpoints/step-*")):
             assert processes[-1].poll() is None

@@ -271,7 +271,7 @@ def count_classes(
 
 
 def count_unreadable(tar: memoryview, result: Walk) -> None:
-    """Count images that lack a valid header or end, or are too large, in `result.refused`.
+    """Count in `result.refused` the images that lack a valid header or end, or are too large.
 
     The samples stay in the data set: training replaces them and counts them as bad.
     """

@@ -62,7 +62,7 @@ class Reservation:
 
 
 def takes_connections(node: Mapping[str, Any]) -> bool:
-    """Return whether a node in `ray.nodes()` accepts connections; the kernel does so even if all processes are busy.
+    """Return whether a node in `ray.nodes()` accepts connections, which its kernel does even if all processes are busy.
 
     Ray's own health check takes 15 s for a node that refuses connections, and 65 s for one that does not respond.
     """

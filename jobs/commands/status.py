@@ -49,7 +49,7 @@ def status(run: Run, _debug: Debug = False) -> Answer:
 
 
 def run_or_stage(path: str) -> Path:
-    """Return the folder of a run, or of a stage given as RUN/STAGE. Raises DataError."""
+    """Return the folder of a run, or of a stage given as RUN/STAGE. Raises DataError if the stage does not exist."""
     return Path(path if Path(path).exists() else find_stage(path, RECORD)).resolve()
 
 

@@ -17,7 +17,7 @@ AnyWeights = Annotated[
 
 
 def find_weights(path: str) -> str:
-    """Return the local path of the weights at a path or URL, downloading them from a URL.
+    """Return the local path of the weights at a path or URL; weights at a URL are downloaded first.
 
     Raises DataError if there are no weights, or the errors of `fetch_weights` for a URL.
     """

@@ -249,7 +249,7 @@ def export(
 
 
 def refuse_existing(target: str) -> None:
-    """Raise UsageError if the target is a file, a non-empty folder, or inside a run directory."""
+    """Raise UsageError if the target is a file, a non-empty folder or a path inside a run directory."""
     path = Path(target)
     for folder in path.absolute().parents:
         if stage_at(folder) is not None or stages_in(folder):

@@ -9,7 +9,7 @@ HOOK = "pipeline.extras.live_audit:LiveAudit"
 
 
 class LiveAuditExtra(TrainingExtra):
-    """Loads the hook for `health.audit`; the section `health` comes from the extra for spare workers."""
+    """Adds the hook for `health.audit`; the extra for spare workers defines the section `health`."""
 
     def hooks(self, cfg: TrainConfig, context: Context) -> HookOptions:
         """Return the hook that audits steps; {} if the recipe does not request an audit."""

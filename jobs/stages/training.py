@@ -82,7 +82,7 @@ class TrainingExtra:
         return ()
 
     def ways_to_train_longer(self, stage: Stage, before: Mapping[str, Any], available: Available) -> Iterable[str]:
-        """Return commands that continue a stage for more steps, as in StageKind."""
+        """Return commands that train a stage for more steps, in the format of the method of StageKind."""
         return ()
 
     def before(self, cfg: TrainConfig, context: Context) -> None:
@@ -183,7 +183,7 @@ class Training(StageKind):
         return fields, commands
 
     def ways_to_train_longer(self, stage: Stage, before: Mapping[str, Any], available: Available) -> Iterator[str]:
-        """Yield the commands reported by the extras."""
+        """Yield the commands that the extras suggest to train a stage for more steps."""
         for extra in self.extras:
             yield from extra.ways_to_train_longer(stage, before, available)
 

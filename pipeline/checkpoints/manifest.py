@@ -187,7 +187,8 @@ def sizes_in(storage: Storage, folder: str) -> dict[str, int]:
 def inspect_checkpoint(storage: Storage, checkpoint: str) -> Manifest:
     """Read a checkpoint's manifest, and check that exactly the listed files exist and have the listed sizes.
 
-    Raises CheckpointError, which names the file and the difference, or OSError or StorageError if the storage fails.
+    Raises CheckpointError, which names the file and the difference, if the files do not match the manifest, or OSError
+    or StorageError if the storage fails.
     """
     address = storage.address(checkpoint)
     present = sizes_in(storage, checkpoint)

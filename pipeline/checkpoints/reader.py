@@ -51,7 +51,8 @@ LENGTH_BYTES = 8  # at the start of a safetensors file: length of its JSON (http
 def verify(checkpoint: Path) -> Manifest:
     """Verify every byte of a checkpoint against its manifest, and return the manifest.
 
-    Raises CheckpointError, which names the file and the difference, or OSError if the storage fails.
+    Raises CheckpointError, which names the file and the difference, if a file does not match the manifest, or OSError
+    if the storage fails.
     """
     manifest = inspect_checkpoint(Folder(checkpoint.parent), checkpoint.name)
     for name, record in manifest.files.items():

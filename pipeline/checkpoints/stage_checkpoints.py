@@ -59,7 +59,7 @@ class WrittenFile:
 
     @property
     def bytes(self) -> int:
-        """Return the size of the file; 0 if none was written."""
+        """Return the size of the file; 0 if no file was written."""
         return self.record["bytes"] if self.record else 0
 
 
@@ -108,7 +108,7 @@ class StageCheckpoints:
         return [step_of(Path(name)) for name in self.committed()]
 
     def manifest(self, name: str) -> Manifest:
-        """Read the manifest of a checkpoint; raises the same errors as `read_manifest`."""
+        """Read the manifest of a checkpoint. Raises the same errors as `read_manifest`."""
         return manifest_in(self.storage, f"{self.folder}/{name}")
 
     def fetch(self, name: str) -> Path:

@@ -160,7 +160,7 @@ class ExactEngine(Engine):
     def added(self, loss: Tensor, part: Tensor | None) -> Tensor:
         """Add the gradient of `loss` / (accumulation × world) to the flat sum of a part in place, and return the sum.
 
-        None stands for a part without micro-batches so far.
+        `part` is None before the first micro-batch of the part.
         """
         # The divisor is the same at every world size.
         loss = loss / self.micro_batches

@@ -191,7 +191,7 @@ class LoopEvaluator(StageEvaluator):
         )
 
     def advice(self, share: float) -> str:
-        """Return the log line's suggestion to evaluate on other workers; "" if that would save little time."""
+        """Return a suggestion to evaluate on other workers, for the log line; "" if that would save little time."""
         # If evaluated steps are saved for their values, training must wait for the values anyway.
         if self.cfg.saves_evaluated or share < WORTH_SPARING:
             return ""

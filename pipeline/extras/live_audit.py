@@ -1,7 +1,7 @@
 """Hook that repeats randomly drawn parts of steps on another worker, and compares the results (`health.audit`).
 
 Exact mode only: there, a part of a step (pipeline/engine/exact.py) has the same bits on every worker. In a drawn step:
-1. Every worker notes checksums of one of its parts: each parameter's gradient, and the loss.
+1. Every worker records checksums of one of its parts: each parameter's gradient, and the loss.
 2. Every worker decodes another worker's part again, and repeats its forward and backward passes.
 3. During the update, every worker copies a slice of its master weights, moments and gradient, before and after. Another
    worker repeats the update of the slice.
@@ -187,7 +187,7 @@ class LiveAudit(Hook):
                 self.updates.append(Update(flat, where, options, before))
 
     def after_update(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
-        """Copy the same slices after the update, and note the checksums of the whole state."""
+        """Copy the same slices after the update, and record checksums of the whole state."""
         for update in self.updates:
             if update.after:
                 continue
@@ -336,7 +336,7 @@ def verdict(votes: Sequence[Tensor], rank: int, repeater: int) -> tuple[int | No
     """Return the worker whose result is wrong, and the right result.
 
     `votes` are the original result, its repetition by `repeater`, and one more repetition by each worker. More than
-    half of them must agree; otherwise, the worker is None, and the repetition stands for the right result.
+    half of them must agree; otherwise, the returned worker is None, and the returned result is the repetition.
     """
     keys = [vote.cpu().numpy().tobytes() for vote in votes]
     key, count = Counter(keys).most_common(1)[0]

@@ -56,7 +56,8 @@ def sees_whole_images(cfg: TrainConfig, model: ModelConfig) -> bool:
 def check_memory(stage: Stage, available: Available, fewest: int) -> Iterator[CheckResult]:
     """Raise ConfigError, with suggestions, if a stage needs more than `cluster.gpu_memory_gb` on `fewest` workers.
 
-    If there is no limit, nothing is traced, because a trace takes several seconds. A failed trace is a warning.
+    If there is no limit, nothing is traced, because a trace takes several seconds. A failed trace is reported as a
+    warning.
     """
     cfg: TrainConfig = stage.config
     model = stage.model

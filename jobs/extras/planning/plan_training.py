@@ -195,7 +195,7 @@ class PlannedTraining(TrainedFacts):
     # -------------------------------------------------------------------------------------------- time and money
 
     def add_time(self) -> None:
-        """Add lines for the time and cost of all steps to the plan, measured by trials or estimated from FLOPs."""
+        """Add lines for the time and cost of all steps, measured by trials or estimated from FLOPs, to the plan."""
         cluster = self.campaign.cluster
         trials = []
         key = trial_key(self.campaign, self.stage)
@@ -217,7 +217,7 @@ class PlannedTraining(TrainedFacts):
         self.add("time", f"unknown: {self.no_time}")
 
     def add_measured_time(self, rate: Rate) -> None:
-        """Add lines for the measured step time and the total time to the plan, with failures if an MTBF is given."""
+        """Add lines for the measured step time and the total time to the plan; include failures if an MTBF is given."""
         cfg = self.cfg
         trial = rate.trial
         step_s = cfg.batch_size / rate.images_per_s
@@ -265,7 +265,7 @@ class PlannedTraining(TrainedFacts):
         )
 
     def add_estimate(self, gpu: Gpu) -> None:
-        """Add lines for the total time to the plan, estimated from FLOPs and a range of GPU utilisation."""
+        """Add lines for the total time, estimated from FLOPs and a range of GPU utilisation, to the plan."""
         trained_images = len(self.taken) * self.cfg.batch_size
         low, high = estimated_rates(self.flops / trained_images, gpu, self.world)
         images = trained_images + self.evaluated_images() / 3

@@ -160,7 +160,7 @@ class Replays:
         `masked` samples, given as ranges, get weight zero, like the samples masked by the run itself. With `evaluates`,
         the last step is evaluated as in the run. With `resumes`, the replay is a normal run, which shows its log, saves
         as often as the original, and resumes from the contents of the folder; otherwise, the folder is deleted first.
-        `work` runs on the workers instead of training. Raises any error that a run raises.
+        `work` runs on the workers instead of training. Raises any error raised by a run.
         """
         stage = self.stage
         cfg = stage.config_at(start + 1, last)
@@ -209,4 +209,4 @@ class Replays:
         path.parent.mkdir(parents=True, exist_ok=True)
         artifacts.write_record(path, {**provenance, **values})
         echo(f"written: {path}")
-        return {"record": str(path), **provenance, **values}
+        return {"record": str(path), "content": {**provenance, **values}}

@@ -50,7 +50,7 @@ class Branches(TrainingExtra):
     inputs: ClassVar = {"law": Reads.FILE}
 
     def hooks(self, cfg: BranchConfig, context: Context) -> dict[str, dict[str, Any]]:  # type: ignore[override]
-        """Return the training hook for a branch; a law needs none, because the workers do not use it."""
+        """Return the training hook for a branch; a law needs no hook, because the workers do not use it."""
         return {} if cfg.first_step == 0 else {"pipeline.extras.branches:Branch": {}}
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
@@ -62,9 +62,10 @@ class Branches(TrainingExtra):
         yield from ()
 
     def ways_to_train_longer(self, stage: Stage, before: Mapping[str, Any], available: Available) -> Iterator[str]:
-        """Yield the command that finishes a stage at its earlier length and continues it as a branch, or the reason.
+        """Yield the command that continues a stage as a branch, or the reason why its schedule does not allow this.
 
-        The cool-down of the branch is a tenth of the whole training.
+        The command first trains the stage to its earlier length. The cool-down of the branch lasts a tenth of the total
+        number of steps.
         """
         cfg = stage.config
         earlier = replace(cfg, steps=before.get("steps"), passes=before.get("passes"))

@@ -68,7 +68,7 @@ TIES = "the highest mean; if equal, the first in the recipe"
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run in the table."""
+    """One run in a sweep's table."""
 
     stage: str = "???"  # reference to the run's stage, "@stage"
     row: str = ""  # row of the table; runs in the same row differ only by seed

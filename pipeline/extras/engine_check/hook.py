@@ -43,7 +43,7 @@ class WrongEngine(PatchlineError):
 
 @dataclass(frozen=True)
 class EngineCheckConfig(TrainConfig):
-    """Adds `check_engine` to a trained stage."""
+    """Adds the config field `check_engine` to trained stages."""
 
     # before the first step, compare a small model's gradient, norm, clipping and update with plain torch's
     # (docs/design/engine-check.md)

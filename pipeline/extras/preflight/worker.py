@@ -1,4 +1,4 @@
-"""Tasks that workers and nodes run for `jobs preflight`, which measures the resources for training without training.
+"""Tasks that workers and nodes run for `jobs preflight`, which measures a cluster's resources but does not train.
 
 In:  {"folder": "/runs/x/.preflight-…/shared", "is_shared": true, "sets": ["/data/train"], "largest_bytes": 344000000}
 Out: on rank 0, the reports of all workers: {"workers": [one report per worker], "network": {…}, …}
