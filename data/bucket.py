@@ -56,7 +56,7 @@ os.register_at_fork(after_in_child=forget_credentials)
 
 
 class Bucket:
-    """A run's files under a URL; `local` is scratch space on this node, which may be empty whenever a command starts.
+    """A run's files under a URL; `local` is a scratch folder on this node, and may be empty when a command starts.
 
     `Folder` documents the methods that both classes share.
     """
@@ -79,7 +79,7 @@ class Bucket:
     def request(self, name: str, question: Callable[[Any, str], Answer]) -> Answer:
         """Return the result of `question(client, path)`, with retries.
 
-        Raises FileNotFoundError, DataError and StorageError, as `Retry.with_retries` does.
+        Raises the errors of `Retry.with_retries`.
         """
         path = f"{self.path}/{name}".rstrip("/")
         return self.retry.with_retries(self.address(name), lambda: question(client(self.scheme, TIMEOUT_S), path))
@@ -154,9 +154,8 @@ class Bucket:
     def s3_pages(self, folder: str) -> Iterator[dict[str, int]]:
         """Yield {path: size} of the objects below a folder, in pages of at most PAGE_OBJECTS.
 
-        Each page is one request, which is retried separately.
-
-        `find` sends three requests for an empty folder and one for each page, all of which would be retried together.
+        Each page is one request, which is retried separately. s3fs's `find` would send three requests for an empty
+        folder and one for each page, and all of them would be retried together.
         """
         bucket, _, prefix = f"{self.path}/{folder}".rstrip("/").partition("/")
         token: dict[str, str] = {}
@@ -187,7 +186,8 @@ class Bucket:
     def fetch(self, name: str, file: Path, size: int) -> None:
         """Download an object of `size` bytes to a local file, in pieces; the file appears when it is complete.
 
-        Raises FileNotFoundError if the object does not exist, StorageError, and OSError from the local disk.
+        Raises FileNotFoundError if the object does not exist, StorageError if all attempts to read it fail, or OSError
+        if the local disk fails.
         """
         with atomic_file(file) as temporary, open(temporary, "wb") as local:
             while local.tell() < size:

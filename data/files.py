@@ -245,9 +245,9 @@ def create_exclusively(path: Path, content: str | bytes) -> bool:
 def open_regular(path: str, flags: int) -> int:
     """Open a regular file for `open(..., opener=open_regular)`; never follow a link, and never wait for a pipe.
 
-    For fixed names in folders that other users may write to: their link would redirect our writes to any file of ours,
-    and opening their pipe would block for ever. Use mode "a", because "w" truncates the file before it is checked.
-    Raises StorageError if the path is a link, a pipe or anything else.
+    Use it for fixed names in folders that other users may write to: their link would redirect our writes to any file of
+    ours, and opening their pipe would block for ever. Use mode "a", because "w" truncates the file before the check.
+    Raises StorageError if the path is a link, a pipe or anything else that is not a regular file.
     """
     problem = StorageError(
         f"{path}: found a link, pipe or device, expected a regular file\n"
@@ -393,9 +393,10 @@ def path_in_errors(path: Path, content_bytes: int | None = None, *, instead_of: 
 
 
 def error_text(error: OSError) -> str:
-    """Describe an OSError in one line: the reason, the file, and the exhausted resource with its limit if there is one.
+    """Describe an OSError in one line: the reason, the file and any exhausted resource with its limit.
 
-    Disk full: the free bytes or inodes. Quota, file-size limit and open files: the limit and how to show it.
+    For a full disk, the line states the free bytes or inodes; for a quota, a file-size limit or too many open files, it
+    states the limit and how to display it.
     """
     if error.errno in OUT_OF_HANDLES:
         name = f": {error.filename}" if error.filename is not None else ""
@@ -515,7 +516,7 @@ def existing_folder(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes for this user on the disk of a path, which need not exist yet.
+    """Return the free bytes for this user on the disk of a path; the path itself need not exist yet.
 
     Raises OSError if the disk cannot be queried.
     """

@@ -81,7 +81,7 @@ class TrainLoader:
     The pixels depend only on index, order, image size, augmentation and seed; they do not depend on the number of
     workers, `processes`, `micro_batch` or `start_step`. A process is replaced, and its micro-batches decoded again,
     if it dies or is silent for `timeout_s` while no data of its shard arrives. Tensors are pinned if CUDA is
-    available. Iteration raises DataError and StorageError.
+    available. Iteration raises the errors of `DecoderProcess.result`, and StorageError from downloads.
     """
 
     def __init__(
@@ -282,7 +282,10 @@ class TrainLoader:
 
 
 def split_slots(slots: range, micro_batch: int, accumulation: int | None) -> list[range]:
-    """Split the slots of a step into micro-batches: `accumulation` nearly equal ones, or else of size `micro_batch`."""
+    """Split the slots of a step into `accumulation` nearly equal micro-batches.
+
+    If `accumulation` is None, each micro-batch has `micro_batch` slots; the last one may have fewer.
+    """
     if accumulation is None:
         edges = [*range(0, len(slots), micro_batch), len(slots)]
     elif accumulation * micro_batch < len(slots):

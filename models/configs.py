@@ -8,8 +8,8 @@ How a name becomes a config:
     config_of("mu/8", image_size=16, classes=5)   ViTConfig(image_size=(16, 16), patch=(8, 8), classes=5, width=32, ...)
     to_dict(config)                               {"family": "vit", "image_size": (16, 16), "patch": (8, 8), ...}
 
-The modules are in vit.py, resnet.py and extras/masked.py. This file does not import torch, which takes a second, so
-that a recipe with a wrong key fails before that.
+The modules are in vit.py, resnet.py and extras/masked.py. This file does not import torch, because that takes a second,
+and a recipe with a wrong key should fail sooner.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ ConfigFields = dict[str, Any]  # unchecked field values by name, as given by a u
 
 
 def stem_stride(units: tuple[int, ...] | None) -> int:
-    """Return the number of image pixels per pixel of the stem's output map, along each axis; 1 without a stem."""
+    """Return the number of image pixels per pixel of the stem's output, along each axis; 1 if there is no stem."""
     # The root halves the map twice, and each stage after the first halves it once.
     if units is None:
         return 1
@@ -314,7 +314,7 @@ class MaskedConfig(ViTConfig):
 
     @classmethod
     def around(cls, source: ModelConfig) -> MaskedConfig:
-        """Return the config of a masked model built around a plain ViT, without the ViT's head and pooling.
+        """Return the config of a masked model built around a plain ViT, whose head and pooling are not used.
 
         Raises ValueError with the reason if masked prediction cannot start from this model.
         """
@@ -397,7 +397,10 @@ VIT_KINDS: dict[str | None, type[ViTConfig]] = {  # by the prefix of the size in
 
 
 def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> ModelConfig:
-    """Return the config for a model name, with fields overridden by `config`; ValueError for a bad name or value."""
+    """Return the config for a model name, with fields overridden by `config`.
+
+    Raises ValueError if the name is unknown or a value is invalid.
+    """
     parts = NAME.fullmatch(name)
     if parts is None:
         # Handles names such as S16, ViT-S, and timm's vit_small_patch16_224.
@@ -509,7 +512,7 @@ def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
 
 
 def keeps_head(source: ModelConfig, target: ModelConfig, new_head: bool) -> bool:
-    """Return whether a transfer keeps the source's head, and so the meaning of its outputs."""
+    """Return whether a transfer keeps the source's head, and therefore the meaning of its outputs."""
     if new_head or source.family != target.family:
         return False
     return all(getattr(source, name) == getattr(target, name) for name in source.head_fields)

@@ -182,7 +182,7 @@ class Health:
 
 
 def read_excluded(directory: Path) -> list[range]:
-    """Collective: return the excluded step ranges, which rank 0 reads from a file; an empty list without a file."""
+    """Collective: return the excluded step ranges, which rank 0 reads from a file; [] if the file does not exist."""
     # Only rank 0 reads the file: on shared storage another node may not see it yet and would train different steps.
     path = directory / EXCLUDED_STEPS
     stretches: list[list[list[int]]] = [[]]

@@ -105,7 +105,7 @@ class Hook:
         return ""
 
     def choose(self) -> ExportChoice | None:
-        """Choose the step whose weights to export, or None for the last; called after the last step, on rank 0 only."""
+        """Return the step whose weights are exported, or None for the last; called on rank 0 after the last step."""
         return None
 
 

@@ -196,7 +196,7 @@ class MallocInfo(ctypes.Structure):
 def fetch_init(storage: Storage, init: str) -> None:
     """Collective: download the weights of another stage in this run, once per node, if the nodes share no folder.
 
-    Raises DataError if they differ from the files that the stage wrote; also raises StorageError.
+    Raises DataError if they differ from the files that the stage wrote, or StorageError if the store fails.
     """
     # A path outside the run must exist on every node; a node without it reports it as missing later.
     if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(storage.local):

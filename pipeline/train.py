@@ -74,7 +74,8 @@ def train(task: Mapping[str, Any]) -> StageResult:
     """Collective: train a stage on this worker, from its start or from its last checkpoint; return the result.
 
     `task` holds plain values: "config", the fields of "job", and "hooks". After a stop request, raises Preempted once
-    the current step has been committed. Also raises RolledBack, Diverged, CheckpointError and DataError.
+    the current step has been committed. Raises the errors of `set_up` if training cannot start, or those of
+    `count_step` if it cannot continue.
     """
     # 1. Build everything that the loop uses, and find the step to start from.
     worker, progress = set_up(read_task(task))
@@ -222,7 +223,7 @@ def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None
     """Collective: add a completed step to the progress and the records; raise an error if the run cannot continue.
 
     Raises RolledBack or Diverged after too many consecutive steps with a non-finite gradient, DataError after too many
-    bad samples, CheckpointError after too many consecutive failed saves.
+    bad samples, or CheckpointError after too many consecutive failed saves.
     """
     health = worker.health
     saver = worker.saver

@@ -48,7 +48,7 @@ def noted() -> dict[str, str]:
 
 
 def recorded(values: Values) -> Values:
-    """Replace noted values in nested plain values with their variables, and add a digest to each changed string."""
+    """Replace the values of variables in nested plain values with their names; add a digest to each changed string."""
     return replaced(values, record_text)
 
 

@@ -134,7 +134,7 @@ def test_names_that_differ_only_in_their_unicode_form_are_reported_as_such(form:
         (["../im/0.jpg", "./../im/0.jpg"], None),
     ],
 )
-def test_every_file_has_a_key_of_its_own_or_is_refused_by_both_names(names: list[str], keys: list[str] | None) -> None:
+def test_every_file_has_a_unique_key_or_the_error_names_both_files(names: list[str], keys: list[str] | None) -> None:
     if keys is not None:
         assert keys_of(names) == keys
         return

@@ -108,7 +108,7 @@ COMMANDS = """
 65 evaluate nowhere shards/test               => no file or folder at nowhere|expected an official .npz
 64 evaluate weights shards/test --protocol top1 => did you mean 'top-1'?
 65 import nowhere.npz out                     => no file or folder at nowhere.npz
-65 import tiny.yaml out                       => cannot load tiny.yaml|it is not a weights file
+65 import tiny.yaml out                       => cannot load tiny.yaml|the file is not a weights file
 64 pack photos out                            => for example: python -m jobs pack folder photos/train shards/train
 64 pack photo photos out                      => source is photo|expected one of folder, table, tars
 65 pack folder nowhere out                    => no file or folder at nowhere
@@ -118,7 +118,7 @@ COMMANDS = """
 64 pack folder photos tiny.yaml               => tiny.yaml is a file|expected a folder
 65 pack folder photos shards/train            => a finished data set|use another folder
 74 pack folder photos /sys/out                => /sys/out|a folder that this user may write
-65 pack table tiny.yaml out                   => expected columns path and label|the first line of a CSV must be path,label
+65 pack table tiny.yaml out                   => expected columns path and label|of a CSV must be path,label
 65 pack table photos out                      => photos is a folder|expected a CSV or Parquet file
 65 index photos                               => no *.tar here|python -m jobs pack folder photos photos-shards
 65 index nowhere                              => this folder does not exist
@@ -129,7 +129,7 @@ COMMANDS = """
 78 subset shards/train --shots 5 --output out => shots needs a seed, but no seed is set|set a seed
 78 plan tiny.yaml --gpu v100                  => did you mean 'h100'?
 74 run tiny.yaml run=/sys/run                 => /sys/run|or use another folder: run=/elsewhere
-69 run tiny.yaml cluster.gpus_per_worker=99   => 2 workers need 198 GPUs|cluster.gpus_per_worker=0
+69 run tiny.yaml cluster.gpus_per_worker=99   => at least 198 GPUs for 2 workers|cluster.gpus_per_worker=0
 """
 
 # The same for `plan tiny.yaml`, with the arguments after it.
@@ -206,7 +206,6 @@ KEYS = """
 65 pretrain.data.train=tars/a.tar   => is a tar, one shard of a set|run python -m jobs index tars
 65 pretrain.data.train=empty        => neither tars nor images
 65 pretrain.data.train=shards       => use one of shards/test, shards/train
-65 pretrain.data.train=s3://bucket/train => python -m jobs index URL --output FOLDER
 78 pretrain.data.train=@shards/train => pretrain.data.train is @shards, but the recipe has no stage shards; known
 78 pretrain.data.train=@pretrain    => the stage itself|expected another stage, or a path
 78 pretrain.data.train=null         => pretrain.data.train is missing|set pretrain.data.train=FOLDER
@@ -383,6 +382,7 @@ def test_a_stage_that_starts_over_lists_the_changed_keys(desk, monkeypatch, caps
         "(kept): batch_size: 8 → 16, steps: 12 → 24\n" in out or "(kept): steps: 12 → 24, batch_size: 8 → 16\n" in out
     )
     assert f"to start from those weights instead of random ones, set pretrain.init={folder}" in out
+    assert "train longer" not in out, "the batch size has changed too"
 
 
 def test_another_model_name_keeps_no_sizes_of_the_first(desk, monkeypatch, capsys):

@@ -3,7 +3,7 @@
 A list has one of these formats:
     a text file, one sample per line      n0144, or the shard, a tab and the key
     a .json file with the same entries    ["n0144", ["train-000021.tar", "n0145"]]
-    the leaks.json of `patchline leaks`   all of its training and test samples in this data set
+    the leaks.json of `patchline leaks`   the samples of its pairs, training or test, that are in this data set
 
 A shard is named by the end of its path, long enough to be unambiguous. A listed sample missing from the data set is an
 error: otherwise a list for a different data set would silently exclude nothing. With a leaks.json, the data set must be

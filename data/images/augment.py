@@ -128,7 +128,10 @@ def draw(header: Header, draws: Draws, cfg: AugmentConfig) -> tuple[Box, bool]:
 
 
 def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out: np.ndarray) -> None:
-    """Decode, crop, resize, flip and distort into `out` (image_size, image_size, 3) uint8; raises BadImage."""
+    """Decode, crop, resize, flip and distort an image, and write it to `out` (image_size, image_size, 3) uint8.
+
+    Raises BadImage if the image cannot be decoded.
+    """
     header = read_header(data)
     if cfg.crop == "random":
         # Crop a square from an image whose shorter side is 8/7 of the square's: 256 for 224. The offsets depend on the

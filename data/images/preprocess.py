@@ -3,8 +3,9 @@
 1. `parse_ops` converts an op string in big_vision's syntax to functions and arguments.
 2. `preprocess` applies them to an image one after the other.
 3. Each op reimplements its TensorFlow original in NumPy bit for bit, with the same float32 operations in the same
-   order. TensorFlow has three kinds of resizing: `bilinear` combines two source rows into each new row; `area_taps` and
-   `triangle_taps` give the source rows and weights of each new row, which `weighted_sum` adds in the kernel's order.
+   order. TensorFlow has three kinds of resizing: `bilinear` combines two source rows into each output row; `area_taps`
+   and `triangle_taps` give the source rows and weights of each output row, and `weighted_sum` adds the rows in the
+   kernel's order.
 
 Ops that return uint8 truncate, like the original's cast; `resize_float` is vit_jax's and stays in float32. The ops are
 tested against arrays of TensorFlow 2.21 on x86-64; builds that fuse multiplication and addition (Arm, `-mfma`) round
@@ -200,7 +201,7 @@ def central_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
 def resize_pillow(image: np.ndarray, size: int | tuple[int, int], filter: str) -> np.ndarray:
     """Resize with a Pillow filter, as torchvision does: the shorter side to a number, or both sides to (h, w).
 
-    Raises ValueError for an unknown filter, and BadImage if the longer side would become too long.
+    Raises ValueError for an unknown filter, or BadImage if the longer side would become too long.
     """
     if filter not in PILLOW_FILTERS:
         raise ValueError(
@@ -253,7 +254,7 @@ def vgg_value_range(image: np.ndarray) -> np.ndarray:
 
 
 def vit_jax_eval(image: np.ndarray, size: int) -> np.ndarray:
-    """Apply vit_jax's whole evaluation preprocessing: resize to a square, then map to −1 … 1."""
+    """Apply vit_jax's complete evaluation preprocessing: resize to a square, then map to −1 … 1."""
     centre = np.float32(127.5)
     return (resize_float(image, size) - centre) / centre
 
@@ -294,7 +295,7 @@ def bilinear(image: np.ndarray, h: int, w: int, centre: float = 0.5) -> np.ndarr
 
 
 def two_taps(size: int, new: int, centre: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for each new row, its two source rows and the weight of the second; each array is (new,)."""
+    """Return the two source rows of each output row, and the weight of the second; each array is (new,)."""
     at = (np.arange(new, dtype=np.float32) + np.float32(centre)) * np.float32(size / new) - np.float32(centre)
     first = np.floor(at)
     second = np.ceil(at)
@@ -302,9 +303,9 @@ def two_taps(size: int, new: int, centre: float) -> tuple[np.ndarray, np.ndarray
 
 
 def weighted_sum(taps: Taps, image: np.ndarray, axis: int) -> np.ndarray:
-    """Compute each new row (column for axis 1) as a weighted sum of source rows, in float32.
+    """Compute each output row (column for axis 1) as a weighted sum of source rows, in float32.
 
-    rows[k] holds the k-th source row of every new row, factors[k] its weight.
+    rows[k] holds the k-th source row of every output row, factors[k] its weight.
     """
     rows, factors = taps
     along_axis = (-1, 1, 1) if axis == 0 else (1, -1, 1)
@@ -318,9 +319,10 @@ def weighted_sum(taps: Taps, image: np.ndarray, axis: int) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def area_taps(size: int, new: int) -> Taps:
-    """Return the source rows that each new row overlaps, and the overlaps as weights; float32, see resize_area_op.cc.
+    """Return the source rows that each output row overlaps, and the overlaps as float32 weights.
 
-    From 3 rows to 2, the first new row is row 0 and half of row 1; the second is the other half and row 2.
+    Follows resize_area_op.cc. From 3 rows to 2, the first output row is row 0 and half of row 1; the second is the
+    other half and row 2.
     """
     scale = np.float32(size) / np.float32(new)  # source rows per new row, rounded as in TensorFlow
     start = np.arange(new, dtype=np.float32) * scale
@@ -345,10 +347,10 @@ def area_taps(size: int, new: int) -> Taps:
 
 @lru_cache(maxsize=256)
 def triangle_taps(size: int, new: int) -> Taps:
-    """Return the source rows under each new row's triangle, and their weights; see scale_and_translate_op.cc.
+    """Return the source rows under each output row's triangle, and their weights; see scale_and_translate_op.cc.
 
-    This is tf.image.resize's bilinear with antialiasing: the triangle widens with the shrinking factor. The weights sum
-    to 1 at the borders too.
+    This is tf.image.resize's bilinear with antialiasing: the triangle widens in proportion to the downscaling factor.
+    The weights sum to 1 at the borders too.
     """
     old_per_new = np.float32(1 / np.float64(np.float32(new) / np.float32(size)))
     radius = max(old_per_new, np.float32(1))

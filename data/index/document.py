@@ -1,4 +1,4 @@
-"""Read and write the JSON of an index; its seal and digest are checked.
+"""Read and write the JSON of an index; every read checks its seal and digest.
 
     train.index.json         {"schema": 1, "directory": ".", "digest": "9f3c…", "class_counts": [600, 650],
                               "names": ["cat", "dog"], "origin": null,
@@ -44,7 +44,10 @@ HELD_PER_BYTE = 3.6  # bytes of Python objects per byte of JSON: 139 MiB for 38 
 
 
 def load_index(path: str | os.PathLike[str]) -> Index:
-    """Load an index from its JSON file, or from a folder with exactly one index; raises DataError."""
+    """Load an index from its JSON file, or from a folder with exactly one index.
+
+    Raises DataError if the index is missing, invalid or altered, or if the folder has several.
+    """
     if "://" in str(path):
         raise DataError(f"{path}: an index must be local; create one with `python -m jobs index URL --output FOLDER`")
     path = Path(path)
@@ -216,7 +219,7 @@ def read_large(path: Path) -> tuple[Mapping[str, Any], Sequence[Shard]]:
     """Load an index as `read_json` does, but with memory-mapped shards.
 
     The first process on each node writes the column files. If they cannot be written, every process loads all shards
-    and a warning is logged. Raises DataError.
+    and a warning is logged. Raises the errors of `read_json`.
     """
     with open(path, "rb") as file:
         columns = state_folder() / "indexes" / f"{file_digest(file, 'sha256').hexdigest()}.columns"
@@ -237,9 +240,9 @@ def read_large(path: Path) -> tuple[Mapping[str, Any], Sequence[Shard]]:
 
 
 def make_columns(path: Path, columns: Path) -> MappedShards:
-    """Write the columns of an index, while other processes of the node wait for the lock.
+    """Write the columns of an index, while other processes on the node wait for the lock.
 
-    Raises DataError, and OSError and StorageError if the folder cannot be written.
+    Raises the errors of `read_json`, or OSError or StorageError if the columns cannot be written.
     """
     columns.parent.mkdir(parents=True, exist_ok=True)
     with locked(columns.with_suffix(".lock")):

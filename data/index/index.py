@@ -76,7 +76,7 @@ class Refusals:
         self.add(f"{MEMBER_TYPE}{extension[:MAX_EXTENSION]}", name)
 
     def add_all(self, other: Refusals, shard: str) -> None:
-        """Add the counts from a shard."""
+        """Add the counts of a shard, which `shard` names."""
         for reason, count in other.counts.items():
             first = other.first.get(reason, "")
             self.add(reason, f"{first} of {shard}" if first else shard, count)
@@ -251,7 +251,7 @@ class Index:
 def digest_of(
     shards: Iterable[Shard], class_counts: Iterable[int], names: Names = (), origin: Origin | None = None
 ) -> str:
-    """Return a data set's digest: the sha256 of its shards' names, samples, sizes and digests, and its class counts.
+    """Return a data set's digest: the sha256 of its class counts and its shards' names, samples, sizes and digests.
 
     Tables are not included, because they follow from the shards. A data set indexed again by a newer version therefore
     keeps its digest, its order, its ledger, and the keys of finished stages. Class names and the rows of a subset are

@@ -131,7 +131,7 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
     """Find the samples of a WebDataset tar: consecutive members with equal names up to the first dot.
 
     With `rename`, the extension of an image or label starts at the last dot, and other dots become underscores. Raises
-    DataError if the tar is truncated or invalid; if `lenient`, returns the samples before that point.
+    DataError if the tar is truncated or invalid; with `lenient`, returns the samples before that point instead.
     """
     result = Walk()
     key = b""
@@ -203,7 +203,10 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
 
 
 def count_repeated(result: Walk) -> None:
-    """Count samples with the key of an earlier sample; `tar -r` creates such samples by appending a changed file."""
+    """Add to `result.refused` the number of samples that repeat the key of an earlier sample.
+
+    `tar -r` creates such samples by appending a changed file.
+    """
     keys = {row.key for row in result.rows}
     if len(keys) < len(result.rows):
         for key, count in Counter(row.key for row in result.rows).items():
@@ -239,7 +242,7 @@ def split_name(member: bytes) -> tuple[bytes, str]:
 
 
 def refuse_dotted(dotted: Iterable[tuple[str, bytes | str]], parts: Mapping[str, object], refused: Refusals) -> None:
-    """Count a sample's members (extension, name) with a dotted extension that ends like that of an image or label.
+    """Count in `refused` the members (extension, name) whose dotted extension ends like that of an image or label.
 
     If the sample has an image (among its `parts`), a.seg.png is an additional member; otherwise the dot was probably
     meant to be part of the key.
@@ -270,8 +273,9 @@ def split_at_last_dot(member: bytes) -> tuple[bytes, str]:
 def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[tuple[bytes, int, int]]:
     """Yield (name, offset, size) of every regular file; supports ustar, GNU long names, PAX paths and sizes.
 
-    Sparse files are not usable in place: they are counted under their real names. Raises DataError if the tar is
-    truncated, a header is invalid, or data may follow its end. `name` is the name of the tar in messages.
+    Sparse files cannot be read in place: they are skipped, and counted in `refused` under their real names. Raises
+    DataError if the tar is truncated, a header is invalid, or data may follow its end. `name` is the name of the tar in
+    messages.
     """
     position = 0
     records = NO_RECORDS  # records of extension headers, which apply to the next member
@@ -406,7 +410,7 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
 
 
 def read_number(digits: bytes) -> int:
-    """Parse a number in a header: octal digits or, if the first byte marks it, base 256; raises ValueError."""
+    """Parse a number in a header: octal digits, or base 256 after the byte 0x80; raises ValueError for other text."""
     # Eleven octal digits are limited to 8 GiB; larger sizes use base 256.
     if digits[0] == 0x80:
         return int.from_bytes(digits[1:], "big")

@@ -4,7 +4,7 @@
 their https addresses, from which this module reads.
 
 `read_range` works for every scheme, and so do the functions of listing.py. Each sends one request; only `Retry` repeats
-requests to an object store, with exponential backoff and jitter, or after the pause for which the store asks.
+requests to an object store, with exponential backoff and jitter, or after the pause that the store requests.
 
     read_range("s3://bucket/train-000000.tar", 0, 512, 30.0)   →   the first 512 bytes
 
@@ -149,8 +149,8 @@ def check_url(url: str) -> None:
 def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     """Return bytes start … stop−1, or fewer if the response ends early.
 
-    Raises FileNotFoundError, PermissionError, and many kinds of errors for which a retry may help. Raises Refused for
-    a forbidden scheme or address, and if the store ignores ranges, because every request would then return the whole
+    Raises FileNotFoundError, PermissionError, or any of the many errors for which a retry may help. Raises Refused for
+    a forbidden scheme or address, or if the store ignores ranges, because every request would then return the whole
     object. Raises StorageError with the text of an error page if one arrives instead of these bytes.
     """
     check_url(url)
@@ -222,11 +222,12 @@ def never() -> bool:
 
 
 class Retry:
-    """Retries a failed request, up to `attempts` attempts or until `stopped()`; `attempts` may be lowered meanwhile.
+    """Retries a failed request, up to `attempts` attempts or until `stopped()`; `attempts` may be lowered at any time.
 
     The pause before the second attempt is at most `backoff_s`, and the limit doubles with every attempt. If the store
-    itself asks for a pause (status 429 or 503 with `Retry-After`), the next request follows after this pause, and the
-    refused request does not count as an attempt: the store works. `waiting` is called several times a second meanwhile.
+    itself requests a pause (status 429 or 503 with `Retry-After`), the next request follows after this pause, and the
+    refused request does not count as an attempt, because the store works. `waiting` is called several times a second
+    during these pauses.
     """
 
     def __init__(
@@ -246,7 +247,8 @@ class Retry:
 
         Raises at once: FileNotFoundError, because retries do not help; DataError if the store's client is not installed
         or an address is refused; StorageError for an error page. Raises StorageError if all attempts fail, if the store
-        has denied the requests for DENIED_S, if it asks for pauses of LONGEST_THROTTLED_S, or if `stopped()` is true.
+        has denied the requests for DENIED_S, if the pauses that it requests exceed LONGEST_THROTTLED_S, or if
+        `stopped()` is true.
         """
         bucket = "/".join(address.split("/")[:3])
         reason = ""
@@ -420,7 +422,7 @@ async def ask_google(
 ) -> Any:
     """Send one request of gcsfs. Raises ErrorPage if an error page arrives instead of the JSON of a list or an object.
 
-    gcsfs would retry HTML and XML pages, and take a JSON page for an empty list.
+    gcsfs would retry HTML and XML pages, and mistake a JSON page for an empty list.
     """
     answer = await send_once(filesystem, method, path, *args, **options)
     # Reads have complete URLs as paths; an object may contain anything.
@@ -434,7 +436,7 @@ async def ask_google(
 def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
     """Return fsspec's file system for a scheme, with its own retries disabled.
 
-    Raises DataError if its package is missing, or is a version whose retries cannot be disabled.
+    Raises DataError if its package is missing, or if the retries of the installed version cannot be disabled.
     """
     if scheme == "hf":
         hub: AbstractFileSystem = load_optional(HUB + "file_system", "hf://")()
@@ -547,7 +549,7 @@ class SameHostHandler(urllib.request.HTTPRedirectHandler):
     """Follows redirects; only a redirect within a host keeps the Authorization header."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
-        """Return the request that follows a redirect."""
+        """Return the request that follows a redirect, with the Authorization header only if the host is the same."""
         redirected = super().redirect_request(req, fp, code, msg, headers, newurl)
         authorization = req.get_header("Authorization")
         if redirected is not None and authorization and redirected.host == req.host:
@@ -556,7 +558,7 @@ class SameHostHandler(urllib.request.HTTPRedirectHandler):
 
 
 class PublicConnection(http.client.HTTPSConnection):
-    """Connects to the checked address, because a second name resolution could return another one."""
+    """Connects to the checked address, because a second name resolution could return a different address."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)

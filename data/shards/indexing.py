@@ -1,4 +1,4 @@
-"""Index existing WebDataset tars without changing them, on this machine or behind URLs.
+"""Index existing WebDataset tars, on this machine or at URLs, without changing them.
 
 How tars become an index, in order:
 1. `local_tars` or `remote_tars` lists them with their sizes, and finds their common folder or URL.
@@ -91,9 +91,9 @@ def build_index(
     folder) as `<name>.index.json` (default: the folder's name). `at` is the URL from which training will read the
     shards, if it differs. `names` are class names in the order of their ids, used to read labels given as names. By
     default, they come from an existing index of the same tars; otherwise, if no label is an id, the sorted label texts
-    become the names. With `unlabelled`, labels are ignored. `report` gets the number of finished shards and the total.
-    `cache` sets where tars are kept during indexing, and how downloads are retried. Raises DataError listing
-    every unusable tar and every label ≥ `classes`, StorageError if the storage does not respond.
+    become the names. With `unlabelled`, labels are ignored. `report` is called with the number of finished shards and
+    the total. `cache` sets where tars are kept during indexing, and how downloads are retried. Raises DataError listing
+    every unusable tar and every label ≥ `classes`, or StorageError if the storage does not respond.
     """
     # Tars must be all local or all remote.
     sources = list(map(str, source)) if isinstance(source, list) else [str(source)]
@@ -190,7 +190,10 @@ class IndexJob:
     sha256: str  # of a tar that stays in the cache; empty for others
 
     def opened(self) -> AbstractContextManager[BufferedReader | BufferedRandom]:
-        """Open the tar as a file on this machine, downloading it if it is remote. Raises DataError, StorageError."""
+        """Open the tar as a file on this machine, downloading it if it is remote.
+
+        Raises OSError if a local tar cannot be opened, or the errors of `Cache.path`.
+        """
         place = f"{self.directory}/{self.name}"
         if self.cache is None:
             return open(place, "rb")
@@ -233,8 +236,8 @@ def count_classes(
 ) -> Counter[int]:
     """Return {class: number of samples}; samples without a usable label are counted in `refused`.
 
-    If class names are unknown, text labels are counted in `texts`. Raises DataError for a label beyond the classes, or,
-    if class names are known, for a text that is not a class name.
+    If class names are unknown, text labels are counted in `texts`. Raises DataError for a label id that is out of
+    range or, if class names are known, for a text that is not a class name.
     """
     limit = job.classes or len(job.names) or MAX_CLASSES
     ids = ids_of(job.names)
@@ -268,7 +271,7 @@ def count_classes(
 
 
 def count_unreadable(tar: memoryview, result: Walk) -> None:
-    """Count images that lack a valid header or end, or are too large, in `result.refused`.
+    """Count in `result.refused` the images that lack a valid header or end, or are too large.
 
     The samples stay in the data set: training replaces them and counts them as bad.
     """
@@ -292,7 +295,7 @@ def decoded_samples(index: Index) -> tuple[int, int]:
 
 
 def problem_of(index: Index, *, unlabelled: bool) -> str:
-    """Return why an indexed data set cannot be used for training, and the remedy; "" if it is usable."""
+    """Return the reason why an indexed data set cannot be used for training, and a remedy; "" if it can be used."""
     tried, failed = decoded_samples(index)
     expected = "expected samples with an image (jpg, png, webp) and a label (cls, json)"
     if index.samples == 0:
@@ -446,9 +449,9 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
 
 
 def pinned(url: str, folder: Path, cache: Cache) -> str:
-    """Return a URL whose files do not change: for `hf://`, with the commit of its revision; others are unchanged.
+    """Replace the revision in an `hf://` URL with its commit, so that its files do not change; keep any other URL.
 
-    The commit is requested once, and recorded in a folder. Raises DataError, StorageError.
+    The commit is requested once, and recorded in a folder. Raises the errors of `data.extras.hub.pin`.
     """
     if not url.startswith("hf:"):
         return url

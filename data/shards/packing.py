@@ -59,11 +59,12 @@ def pack(
     workers: int = 1,
     report: Progress | None = None,
 ) -> Index:
-    """Write `<name>-000000.tar` … with at most this many samples and image bytes each, and `<name>.index.json`.
+    """Write samples to shards, `<name>-000000.tar` and so on, and their index to `<name>.index.json`.
 
-    `names` are class names in the order of their ids. `restarts` adds restart markers to JPEGs (`data.images.decode`):
-    equal pixels, faster crops. `report` gets the number of finished shards and the number of finished samples. The
-    command can be killed and run again with the same samples; finished shards are kept. Raises DataError for a label ≥
+    A shard has at most `shard_samples` samples and `shard_bytes` bytes of images. `names` are class names in the order
+    of their ids. `restarts` adds restart markers to JPEGs (`data.images.decode`): equal pixels, faster crops. `report`
+    is called with the number of finished shards and the number of finished samples. The command can be killed and run
+    again with the same samples; finished shards are kept. Raises DataError for a label ≥
     `classes` (None: ≥ a million), for a repeated key in a shard, if there are no samples, or if a finished data set has
     different samples.
     """
@@ -230,7 +231,7 @@ def write_shard(
 ) -> Record:
     """Write a tar and its table; the tar's owner, times and modes are constants.
 
-    Raises DataError for invalid keys and labels, and if the tar differs from the `expected` one; Preempted if `stopped`
+    Raises DataError if a key or label is invalid or the tar differs from the `expected` one, or Preempted if `stopped`
     is set before the tar is complete.
     """
     # Imported here: the import takes a second, and only writing needs it.

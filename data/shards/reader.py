@@ -170,7 +170,7 @@ class ShardReader:
 
     @property
     def given_up(self) -> str:
-        """The reason that byte-range reads have stopped; "" if they have not, or were never used."""
+        """The reason why byte-range reads have stopped; "" if they have not stopped, or were never used."""
         return "" if self.ranges is None else self.ranges.given_up
 
     def stop(self) -> None:
@@ -272,7 +272,7 @@ class ShardReader:
         return image, tar[row.label : row.label + row.label_size]
 
     def _comes_by_range(self, number: int) -> bool:
-        """Return whether to read samples of this shard by range, because the shard is not on this node yet."""
+        """Return whether samples of this shard are read by range; false once the whole shard is on this node."""
         if self.ranges is None or self.ranges.given_up or self.ranges.stopped or number in self._open:
             return False
         shard = self.index.shards[number]
@@ -365,7 +365,7 @@ def most_open() -> int:
 
 
 def mark_of(status: os.stat_result, expected: str) -> Path:
-    """Return the path of the marker file which records that this node has verified a shard.
+    """Return the path of the marker file that records that this node has verified a shard.
 
     The marker identifies the shard by device, inode and mtime, so a replaced or rewritten shard is verified again.
     """

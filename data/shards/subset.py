@@ -53,7 +53,10 @@ BOUND = r"-?\d+|\d+(?:\.\d+)?%|"  # a bound of a part: a number of samples, a pe
 
 @dataclass(frozen=True)
 class Rule:
-    """Which samples a subset contains; at least one part must be set. Raises ConfigError for invalid combinations."""
+    """The rule that selects a subset's samples; at least one part must be set.
+
+    Raises ConfigError for invalid combinations.
+    """
 
     keep: Sequence[int | str] = ()  # classes, by id or by name: samples with at least one of them
     only: str | None = None  # path of a list of samples (data.extras.listed)
@@ -99,7 +102,7 @@ class Rule:
 
 
 def check_seed(seed: int | None) -> None:
-    """Raise ConfigError if a seed is outside the range that numpy and the other seeds of a recipe accept."""
+    """Raise ConfigError if a seed is outside the range that NumPy accepts and that a recipe's other seeds have."""
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(f"seed is {seed}, expected 0 to {2**63 - 1}")
 
@@ -150,8 +153,8 @@ def make_subsets(
 ) -> list[Index]:
     """Write an index of the chosen samples of `parent` for each part, each to a separate folder.
 
-    `report` gets the number of examined shards and the total; `cache` configures downloads of remote shards. Raises
-    DataError if a rule chooses no samples or refers to missing ones, and if a tar is missing.
+    `report` is called with the number of examined shards and the total; `cache` configures downloads of remote shards.
+    Raises DataError if a rule chooses no samples or refers to missing ones, or if a tar is missing.
     """
     # 1. A subset must not overwrite a set, the tables of a set, or another subset.
     tables = {table_path(Path(), shard.name) for shard in parent.shards}
@@ -317,7 +320,8 @@ def only_rows(chosen: np.ndarray, rows: np.ndarray) -> np.ndarray:
 def bounds_of(part: str, samples: int) -> tuple[int, int]:
     """Return (first, stop) for a part such as ":98%" of this many samples, like TensorFlow Datasets slices.
 
-    Percentages are rounded to the nearest sample; negative numbers count from the end. Raises ConfigError.
+    Percentages are rounded to the nearest sample; negative numbers count from the end. Raises ConfigError if the part
+    has a different format.
     """
     match = re.fullmatch(rf"\[?({BOUND}):({BOUND})\]?", part)
     if match is None:

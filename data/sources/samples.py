@@ -92,7 +92,10 @@ def kind_of(encoded: bytes) -> str:
 
 
 def digits(train: bool, image_size: int = 32) -> Iterator[Sample]:
-    """Yield UCI's 1,797 handwritten digits as RGB JPEGs; every fifth image of each class belongs to the test set."""
+    """Yield the training or test images of UCI's 1,797 handwritten digits, as RGB JPEGs.
+
+    Every fifth image of each class is a test image.
+    """
     import cv2
 
     table = np.loadtxt(DIGITS_FILE, np.uint8, delimiter=",")  # (1797, 65): 8 × 8 values of 0 … 16, then the digit

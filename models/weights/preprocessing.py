@@ -149,7 +149,7 @@ class Preprocessing:
         mean: Iterable[float],
         std: Iterable[float],
     ) -> Preprocessing:
-        """Return a preprocessing of a resize with a Pillow filter, the op `crop` to `size`, and a normalisation."""
+        """Return the preprocessing that resizes with a Pillow filter, crops to `size` with `crop`, and normalises."""
         ops = pillow_ops(resize, interpolation, size, crop)
         return cls(ops, size, resize, named_filter(interpolation), tuple(mean), tuple(std))
 
@@ -257,7 +257,7 @@ def pillow_ops(resize: int | tuple[int, int], interpolation: str, size: tuple[in
 
 
 def named_filter(interpolation: str) -> str:
-    """Return the REMAINING key of a Pillow filter."""
+    """Return the key of a Pillow filter in REMAINING, the table of pixel differences between filters."""
     return "bilinear antialiased" if interpolation == "bilinear" else interpolation
 
 

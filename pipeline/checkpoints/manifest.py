@@ -94,7 +94,10 @@ class NewerSchema(CheckpointError):
 
 
 def newest_attempt(storage: Storage) -> int:
-    """Return the highest attempt number claimed in a run; 0 if there is none. Raises StorageError, OSError."""
+    """Return the highest attempt number claimed in a run; 0 if there is none.
+
+    Raises StorageError or OSError if the storage fails.
+    """
     newest = 0
     for name in storage.list(ATTEMPTS):
         number = name.removeprefix(f"{ATTEMPTS}/").removesuffix(".json")
@@ -140,7 +143,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
-    """Read and check a checkpoint's manifest in a run's storage, like `read_manifest`; also raises StorageError."""
+    """Read and check a checkpoint's manifest in a run's storage.
+
+    Raises the same errors as `read_manifest`, or StorageError if an object store fails.
+    """
     path = f"{storage.address(checkpoint)}/{MANIFEST}"
     try:
         content = storage.read(f"{checkpoint}/{MANIFEST}")
@@ -174,14 +180,15 @@ def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
 
 
 def sizes_in(storage: Storage, folder: str) -> dict[str, int]:
-    """Return {file name: size} for every file in a folder. Raises StorageError, OSError."""
+    """Return {file name: size} for every file in a folder. Raises StorageError or OSError if the storage fails."""
     return {name.removeprefix(f"{folder}/"): size for name, size in storage.list(folder).items()}
 
 
 def inspect_checkpoint(storage: Storage, checkpoint: str) -> Manifest:
     """Read a checkpoint's manifest, and check that exactly the listed files exist and have the listed sizes.
 
-    Raises CheckpointError naming the file and the difference; OSError or StorageError if the storage fails.
+    Raises CheckpointError, which names the file and the difference, if the files do not match the manifest, or OSError
+    or StorageError if the storage fails.
     """
     address = storage.address(checkpoint)
     present = sizes_in(storage, checkpoint)

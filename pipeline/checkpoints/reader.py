@@ -51,7 +51,8 @@ LENGTH_BYTES = 8  # at the start of a safetensors file: length of its JSON (http
 def verify(checkpoint: Path) -> Manifest:
     """Verify every byte of a checkpoint against its manifest, and return the manifest.
 
-    Raises CheckpointError naming the file and the difference, OSError if the storage fails.
+    Raises CheckpointError, which names the file and the difference, if a file does not match the manifest, or OSError
+    if the storage fails.
     """
     manifest = inspect_checkpoint(Folder(checkpoint.parent), checkpoint.name)
     for name, record in manifest.files.items():
@@ -80,7 +81,7 @@ class FragmentFile:
     def __init__(self, path: Path, record: ChunkedRecord) -> None:
         """Open the file and read its header.
 
-        Raises DamagedCheckpoint if the file does not match its record, OSError if the storage fails.
+        Raises DamagedCheckpoint if the file does not match its record, or OSError if the storage fails.
         """
         self.path = path
         self.size = record["bytes"]
@@ -116,7 +117,7 @@ class FragmentFile:
     def read(self, key: str, first: int, out: Tensor) -> None:
         """Fill a flat fp32 tensor in host memory from a fragment, starting at the fragment's element `first`.
 
-        Raises DamagedCheckpoint if the bytes differ from the committed bytes, OSError if the storage fails.
+        Raises DamagedCheckpoint if the bytes differ from the committed bytes, or OSError if the storage fails.
         """
         data_begins, count = self.places[key]
         assert first + out.numel() <= count, (key, first, out.numel(), count)
@@ -232,7 +233,7 @@ class Reader:
     def __call__(self, name: str, kind: str, start: int, count: int) -> Tensor:
         """Return elements [start, start + count) of one parameter's master weight or moment, as flat fp32.
 
-        Raises CheckpointError if the checkpoint lacks the parameter or a part of the range, DamagedCheckpoint if the
+        Raises CheckpointError if the checkpoint lacks the parameter or a part of the range, or DamagedCheckpoint if the
         bytes differ from the committed bytes.
         """
         # The range may span files of several workers, depending on the world size that saved it.

@@ -59,7 +59,7 @@ class WrittenFile:
 
     @property
     def bytes(self) -> int:
-        """Return the size of the file; 0 if none was written."""
+        """Return the size of the file; 0 if no file was written."""
         return self.record["bytes"] if self.record else 0
 
 
@@ -108,20 +108,24 @@ class StageCheckpoints:
         return [step_of(Path(name)) for name in self.committed()]
 
     def manifest(self, name: str) -> Manifest:
-        """Read the manifest of a checkpoint; raises the same errors as `read_manifest`."""
+        """Read the manifest of a checkpoint. Raises the same errors as `read_manifest`."""
         return manifest_in(self.storage, f"{self.folder}/{name}")
 
     def fetch(self, name: str) -> Path:
         """Return a folder on this node that contains a checkpoint's files, downloaded and verified if necessary.
 
-        Raises CheckpointError if the checkpoint is damaged in the storage. Also raises StorageError and OSError.
+        Raises CheckpointError if the checkpoint is damaged in the storage, or StorageError or OSError if the storage
+        fails.
         """
         from pipeline.checkpoints.reader import verify  # imported here, because recipes are checked without torch
 
         return self.storage.fetch_set(self.folder, name, verify)
 
     def verify(self, name: str) -> Path:
-        """Verify every byte of a checkpoint in the storage, and return a folder with its files. Raises like `fetch`."""
+        """Verify every byte of a checkpoint in the storage, and return a folder with its files.
+
+        Raises the same errors as `fetch`.
+        """
         from pipeline.checkpoints.reader import verify
 
         return self.storage.fetch_set(self.folder, name, verify, recheck=True)
@@ -207,7 +211,8 @@ class StageCheckpoints:
     def adopt(self, source: Path, key: str | None = None) -> None:
         """Add a checkpoint from another folder on this disk to this stage, atomically, with `key` as its stage key.
 
-        Its files are hard-linked if possible, and are never modified. Raises CheckpointError, OSError.
+        Its files are hard-linked if possible, and are never modified. Raises CheckpointError if the checkpoint is
+        damaged, or OSError if the storage fails.
         """
         manifest = inspect_checkpoint(Folder(source.parent), source.name)
         staged = self.local / f".tmp-{source.name}-linked"

@@ -64,9 +64,9 @@ class Conditions:
 
 
 def doubts(now: Conditions) -> list[str]:
-    """Return the reasons why a resume under the same conditions may change the last bits; an empty list if it cannot.
+    """Return the reasons why a resume under the same conditions may change the last bits; an empty list if none apply.
 
-    On a GPU only operations that torch documents as deterministic are trusted.
+    On a GPU, only operations that torch documents as deterministic are trusted.
     """
     if not now.is_gpu:
         return []

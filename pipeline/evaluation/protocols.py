@@ -1,7 +1,7 @@
 """Defines the evaluation protocols; each is a row of PROTOCOLS and a function in probes.py.
 
 Protocols of the head; a prediction is correct if it is any of the sample's labels:
-  top-1, top-5    the best class, or one of the five best classes, is correct
+  top-1, top-5    the highest-scoring class, or one of the five highest-scoring classes, is correct
   real            top-1 on the labels of Beyer et al. 2020 (ReaL), several per image; unlabelled images are excluded
   per-class       mean per-class accuracy, and the accuracy of each class by name
 Protocols of features, fitted on a training set and evaluated on the test set:

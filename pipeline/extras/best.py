@@ -119,7 +119,10 @@ class KeepBest(Hook):
         )
 
     def choose(self) -> ExportChoice | None:
-        """Return the best step to export; None without `keep_best`. Raises CheckpointError if none is recorded."""
+        """Return the best step to export; None if `keep_best` is not set.
+
+        Raises CheckpointError if no evaluation of a committed step is recorded.
+        """
         metric = self.cfg.keep_best
         if metric is None:
             return None

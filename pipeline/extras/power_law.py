@@ -68,7 +68,7 @@ class Law:
         return low, high_ends
 
     def record(self) -> dict[str, Any]:
-        """Convert the law to plain data; `law_of` is the inverse."""
+        """Convert the law to plain data; `law_of` is the inverse function."""
         values = asdict(self)
         for name, value in values.items():
             values[name] = np.asarray(value).tolist()
@@ -110,7 +110,7 @@ def values_of(parameters: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def project(exponents: np.ndarray, x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the parameters of the best law with the given exponents, and its residuals (n,) relative to `weights`."""
+    """Return the parameters of the best law with the given exponents, and its residuals (n,) divided by `weights`."""
     from scipy.optimize import nnls  # imported here because checking a recipe does not need it
 
     columns = np.column_stack([np.ones(len(x)), x**-exponents]) / weights[:, None]
@@ -187,7 +187,7 @@ class Grid:
     """
 
     def __init__(self, x: np.ndarray, weights: np.ndarray, axes: Sequence[np.ndarray]) -> None:
-        """Prepare the columns for points x (n, k) and exponents exp(axes), divided by `weights` (n,)."""
+        """Compute the columns for points x (n, k) and exponents exp(axes); `weights` (n,) divide the rows."""
         self.axes = axes
         self.shape = tuple(map(len, axes))
         self.columns = [1 / weights[None]]  # each (g, n)
@@ -286,7 +286,10 @@ class ValueTests:
     """Tests for all quantities of a study; random numbers are fixed, so a study always has the same intervals."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray, draws: int) -> None:
-        """Prepare the tests for y (n,) at x (n, k), divided by the scale; residuals are relative to `weights` (n,)."""
+        """Build grids of exponents around the best law for y (n,) at x (n, k), already divided by the law's scale.
+
+        The residuals of a law are divided by `weights` (n,).
+        """
         from scipy.stats import f as f_distribution  # imported here because checking a recipe does not need it
 
         n, k = x.shape

@@ -1,6 +1,6 @@
 """Reduce training FLOPs with token dropping, and with smaller images at the beginning of training.
 
-1. `phases` splits the steps of a stage at each change of the image size or of the share of dropped patches.
+1. `phases` splits the steps of a stage at each change of the image size or of the fraction of dropped patches.
 2. The loader makes images of the phase's size, and the loss passes the kept patches to the model.
 3. `kept_patches` draws the kept patches of each image from the seed, the step and the sample's id.
 

@@ -216,7 +216,7 @@ def changes_nothing(key: str, value: object, ours: Mapping[str, Any]) -> bool:
 
 
 def refuse(key: str, value: object, ours: Mapping[str, Any], where: str, section: str = "") -> None:
-    """Raise ConfigError for a key that must not be set, naming the setting to use instead or the most similar key."""
+    """Raise ConfigError for a key that must not be set; the error names a replacement or the most similar key."""
     path = f"{section}.{key}" if section else key
     if key in ours:
         raise ConfigError(

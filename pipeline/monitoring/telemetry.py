@@ -494,7 +494,7 @@ def scores_of(record: Record) -> dict[str, float]:
 
 
 def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:
-    """Iterate over the records in lines of metrics.jsonl, without digests; skip incomplete and damaged lines."""
+    """Iterate over the records in lines of metrics.jsonl, removing their digests; skip incomplete and damaged lines."""
     for line_with_break in lines:
         line = line_with_break.rstrip(b"\r\n")
         seal = SEAL.fullmatch(line[-SEAL_BYTES:])
@@ -518,7 +518,7 @@ def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:
 class Account:
     """How the time of a stage was spent, in seconds, from the first attempt's claim to the last record.
 
-    `ratio` is `compute` as a share of the time during which a command ran the stage.
+    `ratio` is `compute` as a fraction of the time during which a command ran the stage.
     """
 
     start: float = 0.0  # from the claim of the first attempt to its first step
@@ -541,7 +541,7 @@ class Account:
         return self.compute / self.wall if self.wall else 0.0
 
     def line(self) -> str:
-        """Return "training steps: 91.2% of 4h10m; overhead: start-up 3.1%, …" with the largest share first."""
+        """Return "training steps: 91.2% of 4h10m; overhead: start-up 3.1%, …" with the largest overhead first."""
         seconds = asdict(self)
         shares = []
         for name in reversed(sorted(seconds, key=seconds.__getitem__)):  # ties: later fields first

@@ -47,12 +47,12 @@ def test_a_config_survives_json(name):
         ({"depth": 0}, "depth must be a whole number of at least 1, found 0"),
     ],
 )
-def test_a_config_that_no_model_can_have_is_refused(fields, message):
+def test_impossible_model_config_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         ViTConfig(**fields)
 
 
 @pytest.mark.parametrize("name", ["Q/16", "B16", "B/", "R51+B/16"])
-def test_an_unknown_name_is_refused_with_what_is_known(name):
+def test_unknown_name_is_refused_with_the_known_names(name):
     with pytest.raises(ValueError, match=r"did you mean|known|expected|SIZE"):
         config_of(name)

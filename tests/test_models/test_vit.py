@@ -89,7 +89,7 @@ def test_every_kind_of_position_trains_at_every_place(kind, at, class_slot, pool
 
 @pytest.mark.parametrize("kind", ["learned", "learned2d", "sincos2d", "relative"])
 @pytest.mark.parametrize("at", ["stem", "every", "shared"])
-def test_without_positions_alone_the_order_of_patches_does_not_matter(kind, at):
+def test_order_of_patches_matters_unless_positions_are_none(kind, at):
     def moved(positions: str) -> float:
         torch.manual_seed(0)
         options = {"positions": positions, "positions_at": at, "pool": "gap", "position_std": 1.0}
@@ -120,7 +120,7 @@ def test_logits_are_the_head_of_the_features():
 
 
 @pytest.mark.parametrize("options", [{}, {"positions": "relative", "registers": 1}, DINOV3, EVA02])
-def test_tokens_that_are_not_read_need_no_computing(options):
+def test_unread_tokens_are_not_computed(options):
     model = with_live_head(models.build("mu/8", **SMALL, **options)).train()
     results = []
     for skip in (True, False):
@@ -143,7 +143,7 @@ def test_the_same_seed_draws_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def test_weight_decay_is_for_kernels_alone():
+def test_only_kernels_have_weight_decay():
     model = models.build("R26+mu/32", 64, 5, pool="map", representation=8, registers=1)
     decayed = models.decayed_parameters(model)
     assert decayed < {name for name, _ in model.named_parameters()}
@@ -311,7 +311,7 @@ def test_autocast_runs_every_family(name):
         ("B/16", {"pre_norm": 1}, "pre_norm must be true or false, found 1"),
     ],
 )
-def test_a_bad_value_is_refused_with_the_way_out(name, options, message):
+def test_bad_value_is_refused_with_a_remedy(name, options, message):
     with pytest.raises(ValueError, match=message):
         models.config_of(name, **options)
 

@@ -76,7 +76,7 @@ def objects(path: Path) -> Names:
 
 
 def labels_by_folder(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the sorted ImageNet-1k class ids of each folder; an empty tuple if ImageNet does not have the object.
+    """Return {folder: sorted ImageNet-1k class ids}; the tuple is empty if ImageNet does not have the object.
 
     Raises DataError if the mapping files cannot be read or contradict each other.
     """

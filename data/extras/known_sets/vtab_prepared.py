@@ -115,7 +115,10 @@ def samples(task: VtabTask, path: Path, split: str) -> Iterator[Sample]:
 
 
 def rows_of(file: Path, task: VtabTask, split: str, start: int, wanted: range, changed: Refusals) -> Iterator[Sample]:
-    """Yield the wanted rows of a file whose first row is `start`; raises DataError if the file ends too early."""
+    """Yield the samples of the wanted rows in a file whose first row has the number `start`.
+
+    Raises DataError if the file ends too early.
+    """
     # Imported here to keep commands fast: all of them import the table of sets below.
     import cv2
     import numpy as np

@@ -65,7 +65,7 @@ class Leaks:
 
 
 def numbers_of(leaks: Leaks, index: Index, side: Side) -> set[int]:
-    """Return the indices of the compared data sets on one side that equal the given data set or its parent."""
+    """Return the indices of the data sets on one side of the comparison that equal a given data set or its parent."""
     sets: Sequence[Compared] = getattr(leaks, side)
     digests = {index.digest}
     if index.origin is not None:

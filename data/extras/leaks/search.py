@@ -86,7 +86,7 @@ def matches_of(record: Sequence[Any]) -> ShardMatches:
 
 
 class Embeddings(NamedTuple):
-    """Pairs with similar features (pipeline.extras.leak_embedding), by the `key_of` of their training shards."""
+    """Pairs with similar features (pipeline.extras.leak_embedding), grouped by the `key_of` of the training shard."""
 
     records: Mapping[str, ShardMatches]
     settings: Mapping[str, Any]
@@ -108,8 +108,9 @@ def find_leaks(
 
     `train` and `test` map the paths of data sets to their indexes. `embeddings` adds pairs found by model features.
     With `fits=1`, only bytes and pixels are compared. `report` is called with the number of finished training shards
-    and the number to search; `report_test` gets the same for the test shards, which come first. An interrupted search
-    resumes.
+    and the number to search; `report_test` is called in the same way for the test shards, which come first. An
+    interrupted search resumes.
+
     Raises DataError if a shard is missing or has changed since indexing, or if the test images are too similar to each
     other to recognise copies by their pictures.
     """
@@ -273,7 +274,7 @@ def open_signatures(folder: Path) -> TestImages:
 
 
 def similar_pairs_among(tests: TestSignatures) -> tuple[int, int]:
-    """Return the number of candidates among all pairs of SAMPLED random test images, and the number of pairs."""
+    """Return the number of candidates among all pairs of SAMPLED randomly chosen test images, and that of all pairs."""
     has_structure = np.flatnonzero(tests.crops[:, 0].any(axis=1))
     # Draw at random and not at equal distances: in a periodic set, equal distances would select similar images.
     drawn = np.sort(np.random.default_rng(0).permutation(has_structure)[:SAMPLED])

@@ -11,8 +11,8 @@
       ./images/._cat_1.jpg                (hidden files, such as those of macOS, are skipped)
       ./images/cat_2.jpg
 
-An archive that is truncated, damaged, or continues after its end raises DataError. Python's `tarfile` would silently
-stop there.
+DataError is raised for an archive that is truncated or damaged, or that continues after its end. Python's `tarfile`
+would silently stop there.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CHUNK = 1 << 20  # bytes per read when skipping data
 
 @dataclass(frozen=True)
 class Member:
-    """A file in an archive."""
+    """A file in an archive or a folder."""
 
     name: str  # path in the archive
     opened: Callable[[], Any]  # returns an open file; for a tar, it is valid until the next member is requested
@@ -155,7 +155,7 @@ def zip_members(file: IO[bytes], name: str) -> Iterator[Member]:
 
 
 def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
-    """Yield the regular files of a tar that is read as a stream, which may itself be a member of another tar.
+    """Yield the regular files of a tar, read as a stream; the tar may itself be a member of another tar.
 
     Raises DataError if it is not a tar, if it is truncated, or if anything except zeros follows its end.
     """
@@ -214,7 +214,7 @@ def is_hidden(name: str) -> bool:
 
 @contextmanager
 def naming_damage(name: str) -> Iterator[None]:
-    """Convert errors from a truncated or damaged archive to DataError with the name of the archive."""
+    """Context manager that converts errors from a truncated or damaged archive to a DataError with its name."""
     try:
         yield
     except DAMAGE as error:

@@ -1,4 +1,4 @@
-"""Parquet files with images on the Hugging Face Hub: column descriptions by byte range, images from the shard cache.
+"""Read Parquet files with images on the Hugging Face Hub: the schema by byte range, the images from the shard cache.
 
     remote_parquet("hf://datasets/me/photos@6f1c…/data/*.parquet")   →   [RemoteParquet("…/train-00000.parquet"), …]
 
@@ -44,12 +44,12 @@ class RemoteParquet:
         return BufferedReader(RangeFile(self), READ_AHEAD)
 
     def downloaded(self) -> BufferedReader:
-        """Open the file in the cache, downloading it if needed. Raises DataError, StorageError."""
+        """Open the file in the cache, downloading it if needed; raises the errors of `Cache.path`."""
         return self.cache.opened(self.url, self.shard)
 
 
 class RangeFile(RawIOBase):
-    """A remote file as a file object; each read is a range request. Raises DataError, StorageError."""
+    """A remote file as a file object; each read is a range request, with the errors of `Cache.with_retries`."""
 
     def __init__(self, file: RemoteParquet) -> None:
         self.file = file
@@ -82,7 +82,8 @@ class RangeFile(RawIOBase):
 def remote_parquet(source: str) -> list[RemoteParquet]:
     """Return the Parquet files at a URL: a file, a folder, or a pattern with `{000..999}` or `*`.
 
-    Raises StorageError, and DataError if there are none or if the store does not report their sha256.
+    Raises StorageError if the store does not respond, or DataError if there are no files or the store does not report
+    their sha256.
     """
     if not source.startswith("hf:"):
         raise Refused(

@@ -219,7 +219,7 @@ class ImageParquet:
 
 @contextmanager
 def opened(path: Path | RemoteParquet, *, whole: bool = False) -> Iterator[Path | BufferedReader]:
-    """Context manager that yields a local path, or an open file if it is remote; `whole`: downloaded first."""
+    """Context manager that yields a local path, or an open remote file; with `whole`, downloads a remote file first."""
     if isinstance(path, Path):
         yield path
         return
@@ -274,7 +274,8 @@ def image_parquet(source: str | os.PathLike[str], *, unlabelled: bool = False) -
 def parquet_classes(source: str | os.PathLike[str]) -> Names:
     """Return the class names of Parquet files with images: from the schema, or else from the text labels.
 
-    The result is empty if there are neither. Raises DataError if the files of a folder have different class names.
+    The result is empty if the files contain neither. Raises DataError if the files of a folder have different class
+    names.
     """
     files = []
     described = []
@@ -294,7 +295,7 @@ def parquet_classes(source: str | os.PathLike[str]) -> Names:
 
 @contextmanager
 def naming_parquet(path: Path | RemoteParquet) -> Iterator[None]:
-    """Convert errors from pyarrow to DataError with the name of the file."""
+    """Context manager that converts errors from pyarrow to a DataError with the name of the file."""
     from pyarrow import ArrowException
 
     try:
@@ -307,7 +308,7 @@ def naming_parquet(path: Path | RemoteParquet) -> Iterator[None]:
 
 
 def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
-    """Return the first of these names that is a column, or None."""
+    """Return the first of these names that is a column; None if none of them is."""
     for name in names:
         if name in columns:
             return name

@@ -104,13 +104,13 @@ class FoundSet:
 
     @property
     def classes(self) -> int:
-        """Number of outputs of a classifier for these images; 0 without labels."""
+        """Number of outputs of a classifier for these images; 0 if they have no labels."""
         if self.are_ids:
             return max(map(int, self.class_counts), default=-1) + 1
         return len(self.class_counts)
 
     def gap_in_ids(self) -> str:
-        """Return a note if most class ids below the largest have no images: the largest id may be a mistake."""
+        """Return a note if most class ids below the largest have no images, a likely mistake; "" otherwise."""
         return gap_in_ids(len(self.class_counts), self.classes) if self.are_ids else ""
 
     @property
@@ -139,7 +139,7 @@ class FoundSet:
         self.class_counts.update(map(str, dict.fromkeys(labels)))
 
     def open_some(self, images: Sequence[tuple[Path, int, int]], most: int = OPENED) -> None:
-        """Read the headers of up to `most` images, evenly spread; an image is (file, offset, bytes, or −1 for all)."""
+        """Read the headers of up to `most` evenly spaced images, each given as (file, offset, size; −1: to the end)."""
         opened = min(most, len(images))
         for number in range(opened):
             path, offset, size = images[(2 * number + 1) * len(images) // (2 * opened)]
@@ -284,7 +284,7 @@ def known_sets(place: Path) -> Sets | None:
 
 
 def parts_of(place: str) -> tuple[str, str | None]:
-    """Return the path of the training images, and the path of the evaluation images; None if they are not separate."""
+    """Return the paths of training and evaluation images; the latter is None if there are no separate images."""
     path = Path(place)
     # Descend through folders that contain nothing except another folder.
     while path.is_dir():

@@ -1,4 +1,4 @@
-"""Reads and writes directories for transformers' `from_pretrained`, in the families of hf_families.py (SPEC 6.2).
+"""Read and write directories for transformers' `from_pretrained`, in the families of hf_families.py (SPEC 6.2).
 
 How a file is read:
 1. `model_type` in config.json names the family; a file without config.json is a ViT;
@@ -12,7 +12,7 @@ How a file is read:
     gives activation="gelu", norm_eps=1e-12, heads=12, image_size=(224, 224)
     vit.encoder.layer.0.attention.attention.query.weight is the first third of blocks.0.attention.qkv.weight
 
-How a model is written: as the first family whose model in transformers computes the same (`Family.differences`).
+A model is written as the first family whose model in transformers computes the same (`Family.differences`).
 """
 
 from __future__ import annotations

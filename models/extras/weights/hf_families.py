@@ -1,9 +1,9 @@
-"""The ViT families of transformers: their parameter names, and for each of their models the equivalent ViT of ours.
+"""The ViT families of transformers: their parameter names, and our equivalent ViT for each of their models.
 
 A family is a class, because each reads and writes its config.json in its own way:
 
-1. `known` returns the fields of our config that a config.json determines, or raises ValueError with the reason why no
-   ViT of ours computes the model;
+1. `known` returns the fields of our config that a config.json determines, or raises ValueError with the reason why none
+   of our ViTs computes the model;
 2. `layout` maps our names to the keys of its files;
 3. `adapt` converts tensors stored in a different form from ours, and `restore` converts them back;
 4. `describe` returns the config.json for our config. The family supports a config only if `known` recovers it from this
@@ -41,7 +41,7 @@ THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_ge
 
 
 def packed(name: str, parts: tuple[str, str, str], has_key_bias: bool = True) -> Packed:
-    """Return the rules by which a packed projection, with the name `name` in files, is stored as three tensors."""
+    """Return the rules that split the packed projection `name` into three stored tensors, whose names are `parts`."""
     rows: Packed = ((name, parts),)
     if not has_key_bias:
         queries, _, values = parts
@@ -50,7 +50,7 @@ def packed(name: str, parts: tuple[str, str, str], has_key_bias: bool = True) ->
 
 
 class Family:
-    """Base class of all families; by itself it is the family ViT."""
+    """Base class of all families; the base class itself is the family ViT."""
 
     model_type = "vit"
     title = "ViT"
@@ -115,11 +115,11 @@ class Family:
         return Layout(tuple(names), self.packed(known), shape_of=self.stored_shape)
 
     def packed(self, known: ConfigFields) -> Packed:
-        """Return the rules by which packed parameters are stored as several tensors."""
+        """Return the rules that split packed parameters into several stored tensors."""
         return packed(".qkv.", self.parts)
 
     def stored_shape(self, key: str, shape: Shape, config: ModelConfig) -> Shape:
-        """Return the shape in which a parameter, of shape `shape` in our model, is stored."""
+        """Return the stored shape of a parameter whose shape in our model is `shape`."""
         return shape
 
     def adapt(self, stored: dict[str, Tensor], prefix: str, known: ConfigFields) -> dict[str, Tensor]:
@@ -162,7 +162,7 @@ class Family:
         return {"representation": None if config.classes else config.representation} if self.pooler else {}
 
     def as_stored(self, config: ViTConfig) -> ViTConfig:
-        """Return the equivalent config in a file of this family, which stores positions as one learned table."""
+        """Return the equivalent config for this family's files, which store positions as one learned table."""
         if config.positions == "none":
             return config
         return replace(config, positions="learned", class_slot=self.slots > 0)
@@ -301,7 +301,7 @@ class DINOv2(Family):
 
 
 def mlp_ratio(hidden: int, width: int, is_gated: bool) -> int:
-    """Return DINOv2's mlp_ratio for an MLP of this hidden width. Raises ValueError if there is none."""
+    """Return DINOv2's mlp_ratio for an MLP of this hidden width; raises ValueError if no integer ratio matches."""
     # transformers accepts only whole numbers.
     for ratio in range(1, 17):
         result = width * ratio

@@ -138,7 +138,7 @@ def with_learned_positions(
 
 
 def unlearnable_positions(config: ViTConfig) -> list[str]:
-    """Return why a learned table cannot replace a model's positions; an empty list if `with_learned_positions` can."""
+    """Return the reasons why a learned table cannot replace a model's positions; an empty list if it can."""
     if config.positions == "relative":
         return ["relative positions"]
     if config.positions == "none":
@@ -207,8 +207,9 @@ def vit_config(
 ) -> ViTConfig:
     """Infer the config of stored weights; fields in `known` (from a file or the caller) override inferred ones.
 
-    With `infer_switches`, a missing parameter switches its layer off or on; otherwise the paper's ViT is expected.
-    Raises ValueError if the keys do not belong to a ViT, or if neither shapes nor `known` determine a field.
+    With `infer_switches`, the presence of parameters decides which optional layers are on; otherwise the layers of the
+    paper's ViT are expected. Raises ValueError if the keys do not belong to a ViT, or if neither shapes nor `known`
+    determine a field.
     """
     # Stored shapes by our names; for a packed parameter, the shape of its first part.
     shapes: dict[str, Shape] = {}
@@ -273,7 +274,7 @@ def vit_config(
 
 
 def switches_of(stored: dict[str, Tensor], layout: Layout) -> ConfigFields:
-    """Return the switches of the config, inferred from which parameters are stored."""
+    """Return the switches of the config, inferred from the presence or absence of stored parameters."""
     switches: ConfigFields = {}
     for field, name, present, absent in PRESENT:
         switches[field] = present if layout.keys(name)[0] in stored else absent
@@ -291,7 +292,7 @@ def switches_of(stored: dict[str, Tensor], layout: Layout) -> ConfigFields:
 
 
 def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
-    """Add config fields inferred from the position table's shape (1, slots + patches, D).
+    """Return `config` with additional fields inferred from the position table's shape (1, slots + patches, D).
 
     The fields are the kind of positions, the slots and a square image size. Existing fields do not change. Raises
     ValueError if the table does not fit them.

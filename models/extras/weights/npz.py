@@ -106,7 +106,7 @@ BIG_VISION = Layout(((r"^positions\.0\.table$", BIG_VISION_POSITIONS), *VIT), PA
 
 
 def layout_of(config: ModelConfig) -> Layout:
-    """Return the layout of the code base that defines this config."""
+    """Return the parameter layout used by the code base that defines this config."""
     # The pool's padding identifies the kind of BiT: -inf for big_vision, zeros for the published code (SPEC 1.8).
     if isinstance(config, BiTConfig) and config.pool_padding == "zero":
         return Layout(BIT, kernels_last=True, shape_of=stored_shape)
@@ -281,7 +281,10 @@ def infer(stored: dict[str, Tensor], overrides: ConfigFields) -> ModelConfig:
 
 
 def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> None:
-    """Write a file in the layout of current vit_jax, or of big_vision if only it fits; ValueError if neither fits."""
+    """Write a file in the layout of current vit_jax, or in big_vision's if only that one can store the model.
+
+    Raises ValueError if neither can store the model.
+    """
     # The format lacks names for some parts of a ViT; for ResNets it has all.
     reasons = []
     if config.family not in ("vit", "bit"):

@@ -1,4 +1,4 @@
-"""Reads and writes the `.pth` files of DINOv2 and DINOv3, and reads those of repositories that use timm's names.
+"""Read and write the `.pth` files of DINOv2 and DINOv3, and read those of repositories that use timm's names.
 
 How a file is read:
 1. unpickle tensors only: torch's weights-only loading executes no code from the file;
@@ -122,9 +122,10 @@ def heads_of(width: int) -> int:
 
 
 def dinov2_fields(stored: dict[str, Tensor]) -> ConfigFields:
-    """Return the config fields fixed by DINOv2's code; the class token's position embedding is folded into the token.
+    """Return the config fields fixed by DINOv2's code.
 
-    It is folded only in a model with registers, which have no position embeddings.
+    In a model with registers, which have no position embeddings, the class token's position embedding is folded into
+    the token; this changes `stored`.
     """
     width = stored["cls_token"].shape[-1]
     if "register_tokens" in stored:
@@ -171,7 +172,7 @@ def dinov3_fields(stored: dict[str, Tensor], masks: dict[str, Tensor]) -> Config
 
 
 def gated_field(stored: dict[str, Tensor]) -> ConfigFields:
-    """Return the activation if the file's MLPs are SwiGLU."""
+    """Return {"activation": "swiglu"} if the file's MLPs are SwiGLU; otherwise an empty dict."""
     return {"activation": "swiglu"} if any(".mlp.w3." in key for key in stored) else {}
 
 
@@ -196,7 +197,10 @@ def preprocessing_of(config: ViTConfig) -> Preprocessing | None:
 
 
 def save(state: dict[str, Tensor], config: ModelConfig, path: Path) -> None:
-    """Write a file that `load_state_dict` of DINOv2 or DINOv3 accepts. Raises ValueError if neither has this model."""
+    """Write a file that `load_state_dict` of DINOv2 or DINOv3 accepts.
+
+    Raises ValueError if neither supports this model.
+    """
     if not isinstance(config, ViTConfig) or config.family != "vit":
         raise ValueError(f"DINOv2 and DINOv3 have no models of family {config.family}; save as safetensors")
     is_dinov3 = config.rope == "dinov3"

@@ -151,7 +151,7 @@ def step_to_trace(
 
 
 def trace_of(step: StepToTrace) -> MemoryTrace:
-    """Return the trace of a step, from the cache or from the tracer. Raises TraceFailed."""
+    """Return the trace of a step, from the cache or from the tracer. Raises TraceFailed if the tracer fails."""
     trace = cached_trace(step)
     if trace is not None:
         return trace
@@ -184,7 +184,7 @@ def trace_of(step: StepToTrace) -> MemoryTrace:
 
 
 def run_tracer(step: StepToTrace) -> str:
-    """Trace a step in a separate process, and return its output. Raises TraceFailed."""
+    """Trace a step in a separate process, and return its output. Raises TraceFailed if the process fails."""
     environment = {
         **os.environ,
         # The tracer simulates a GPU with fake tensors and does not need one.

@@ -147,7 +147,10 @@ class SpikeSearch(Masking):
 
 
 def culprit_samples(directory: Path) -> list[dict[str, Any]]:
-    """Return the culprits found by all searches in a stage. Raises DataError, OSError."""
+    """Return the culprits found by all searches in a stage.
+
+    Raises DataError if a search result was altered, or OSError if it cannot be read.
+    """
     samples = []
     for path in sorted((directory / SEARCHES).glob("step-*.json")):
         outcome = read_record(path)

@@ -15,7 +15,7 @@ from tests.support.golden import GOLDEN, needs_golden
 pytestmark = pytest.mark.quick
 
 
-def test_the_example_at_the_top_of_the_module_is_what_happens():
+def test_example_in_the_module_docstring_is_correct():
     small = preprocess(np.zeros((500, 375, 3), np.uint8), "decode|resize_small(256)")
     crop = preprocess(small, "central_crop(224)")
     example = (
@@ -169,11 +169,11 @@ def test_ops_that_could_not_preprocess_are_refused_with_their_arguments(ops, mes
         ("resize_small(585)|central_crop(512)", (512, 512, 3)),
     ],
 )
-def test_the_shape_of_ops_is_that_of_every_image(ops, shape):
+def test_shape_of_ops_equals_the_shape_of_every_image(ops, shape):
     assert shape_of(ops) == shape == preprocess(np.zeros((1000, 1500, 3), np.uint8), ops).shape
 
 
-def test_what_was_corrected_is_named_only_where_it_is_used():
+def test_corrections_are_listed_only_for_ops_in_use():
     assert preprocessing.corrections("decode|resize(256)|central_crop(224)|resize_tf1(30)") == {}
     assert preprocessing.corrections("resize_small(256)|central_crop(224)") == {"resize_small": 1}
     assert preprocessing.corrections("resize(24, antialias=False)") == {}

@@ -93,7 +93,7 @@ def lengths_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_the_first_batch_costs_a_range_a_sample_instead_of_its_shards(faulty, local, tmp_path, monkeypatch):
+def test_first_batch_reads_one_range_per_sample_instead_of_whole_shards(faulty, local, tmp_path, monkeypatch):
     asked = lengths_asked(monkeypatch)
     by_range = take(faulty.index, CacheConfig(str(tmp_path / "a"), **PATIENT), steps=1)
     assert_same(by_range, take(local, None, steps=1))
@@ -116,7 +116,7 @@ def test_the_first_batch_costs_a_range_a_sample_instead_of_its_shards(faulty, lo
     assert len(faulty.gets) == len(shards)
 
 
-def test_failing_and_short_answers_change_nothing(faulty, local, tmp_path, monkeypatch):
+def test_failing_and_short_responses_do_not_change_the_data(faulty, local, tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "ATTEMPTS", 12)
     faults = iter(range(10_000))
     faulty.fault = lambda path: [500, None, "short", None, None][next(faults) % 5]
@@ -124,7 +124,7 @@ def test_failing_and_short_answers_change_nothing(faulty, local, tmp_path, monke
     assert len(faulty.gets) > 3 * BATCH
 
 
-def test_a_shard_that_is_here_is_read_instead(faulty, local, tmp_path):
+def test_shard_on_this_node_is_read_instead(faulty, local, tmp_path):
     cfg = CacheConfig(str(tmp_path), **PATIENT)
     for number, shard in enumerate(faulty.index.shards):
         Cache(cfg).path(faulty.index.location(number), shard)
@@ -133,7 +133,7 @@ def test_a_shard_that_is_here_is_read_instead(faulty, local, tmp_path):
     assert not faulty.gets
 
 
-def test_a_sample_that_is_not_what_was_indexed_is_fetched_with_its_shard(faulty, local, tmp_path, caplog, monkeypatch):
+def test_sample_that_differs_from_the_index_is_fetched_with_its_shard(faulty, local, tmp_path, caplog, monkeypatch):
     """As from a store that ignores ranges: other bytes arrive."""
     read_range = urls.read_range
     wrong = []
@@ -216,7 +216,7 @@ def test_a_store_that_ignores_ranges_is_named(faulty, local, tmp_path, monkeypat
     by_range.stop()
 
 
-def test_an_answer_without_its_last_byte_is_asked_for_again(faulty, local, tmp_path, monkeypatch):
+def test_response_without_its_last_byte_is_requested_again(faulty, local, tmp_path, monkeypatch):
     read_range = urls.read_range
     last_bytes = []
 
@@ -255,7 +255,7 @@ def test_second_iteration_of_a_loader_reads_by_range_again(faulty, local, tmp_pa
     assert not reader_that_gave_up.ranges.stopped
 
 
-def test_ranges_that_do_not_come_are_given_up_once_and_shards_are_waited_for(
+def test_failed_range_reads_stop_once_and_the_reader_waits_for_whole_shards(
     faulty, local, tmp_path, caplog, monkeypatch
 ):
     read_range = urls.read_range
@@ -309,7 +309,7 @@ def test_image_and_label_are_one_request_if_they_are_close(tmp_path, monkeypatch
     assert ((500, 1500) in asked[:1]) == (far > 1 << 16)
 
 
-def test_a_window_that_training_has_overtaken_moves_on(faulty, tmp_path, monkeypatch):
+def test_prefetch_window_follows_training_that_overtakes_it(faulty, tmp_path, monkeypatch):
     asked = []
     monkeypatch.undo()
     order = Order(faulty.index.shard_samples, seed=0, batch_size=BATCH)
@@ -356,7 +356,7 @@ def test_decoding_processes_read_by_range_too(faulty, local, tmp_path, monkeypat
     assert not list((tmp_path / "cache").glob("*.tar"))
 
 
-def test_who_waits_for_a_range_shows_signs_of_life_and_does_not_wait_for_ever(faulty, tmp_path, monkeypatch):
+def test_waiting_for_a_range_reports_progress_and_has_a_time_limit(faulty, tmp_path, monkeypatch):
     read_range = urls.read_range
 
     def late(*piece):
@@ -378,7 +378,7 @@ def test_who_waits_for_a_range_shows_signs_of_life_and_does_not_wait_for_ever(fa
     by_range.stop()
 
 
-def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path, monkeypatch):
+def test_stop_from_another_thread_ends_the_wait_with_a_storage_error(tmp_path, monkeypatch):
     entered, may_go = threading.Event(), threading.Event()
     where = ("s3://b/x.tar", SampleRow(b"a", 0, 4, 4, 4))
     monkeypatch.setattr(cache_module, "read_range", lambda *piece: entered.set() or (may_go.wait(30) and b"12345678"))

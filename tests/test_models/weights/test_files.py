@@ -71,7 +71,7 @@ def test_nothing_is_unpickled(tmp_path):
         ({}, "pickle", "expected one of safetensors, npz, timm, hf, pth"),
     ],
 )
-def test_what_a_format_cannot_hold_is_refused(options, format, message, tmp_path):
+def test_model_that_a_format_cannot_store_is_refused(options, format, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         models.save(random_model(**options), tmp_path / "out", format=format)
     assert not (tmp_path / "out").exists()

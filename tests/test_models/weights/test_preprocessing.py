@@ -255,7 +255,7 @@ def test_unequal_sides_stay_unequal(timm, transformers, files, tmp_path):
         ("resize((24, 20))|central_crop(16)", 16, "timm", "the same crop_pct for both sides"),
     ],
 )
-def test_ops_that_a_library_has_not_are_refused_and_nothing_is_written(
+def test_ops_that_a_library_lacks_are_refused_and_nothing_is_written(
     ops, image_size, format, message, tmp_path, capsys
 ):
     model = random_model(image_size=image_size)
@@ -276,7 +276,7 @@ def test_ops_that_a_library_has_not_are_refused_and_nothing_is_written(
     )
 
 
-def test_an_npz_has_no_place_for_it_and_a_folder_of_ours_keeps_it(tmp_path, capsys):
+def test_folder_of_ours_keeps_the_preprocessing_and_an_npz_cannot_store_it(tmp_path, capsys):
     exported(CROPPED, "safetensors", tmp_path)
     name = "preprocessing.json"
     assert (tmp_path / "safetensors" / name).read_bytes() == (tmp_path / "ours" / name).read_bytes()

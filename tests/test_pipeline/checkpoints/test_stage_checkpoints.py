@@ -392,11 +392,11 @@ def test_commit_is_announced_after_the_deletion_if_the_next_save_would_not_fit(
     monkeypatch.setattr(saver, "free_bytes", lambda folder: group.savers[0].expected_bytes - 1)
     threading.Timer(0.2, slow_disk.may_delete.set).start()
     assert group.finish_only() is not None
-    assert group.told[-1] == ["step-0000000020", "step-0000000030"]
+    assert group.listings[-1] == ["step-0000000020", "step-0000000030"]
 
 
 def test_commit_is_announced_at_once_if_the_next_save_fits(deleting) -> None:
-    assert {OLD, "step-0000000010"} & set(deleting.told[-1])
+    assert {OLD, "step-0000000010"} & set(deleting.listings[-1])
 
 
 def test_every_failure_of_a_deletion_is_logged(group, tmp_path, monkeypatch) -> None:

@@ -161,7 +161,7 @@ LOGGED = {
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_tracker_that_hangs_or_fails_costs_one_log_line(client, stage, monkeypatch) -> None:
+def test_hanging_or_failing_tracker_causes_only_one_log_line(client, stage, monkeypatch) -> None:
     # A stand-in package with this name hides an installed client.
     (stage / "wandb.py").write_text(
         f"class Settings:\n    def __init__(self, **options): pass\ndef init(**options):\n    {CLIENTS[client]}\n"

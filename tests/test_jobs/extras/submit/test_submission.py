@@ -76,7 +76,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_list_without_jobs_says_so(dashboard, capsys) -> None:
+def test_list_without_jobs_reports_that_there_are_none(dashboard, capsys) -> None:
     client = JobSubmissionClient()
     for job in client.list_jobs():  # from earlier tests, which run in any order
         if job.submission_id:

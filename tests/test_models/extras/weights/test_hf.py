@@ -47,7 +47,7 @@ def test_transformers_opens_our_directory_and_agrees(options, transformers, tmp_
         assert_logits(models.load(tmp_path / "hf"), images, model(images), 1e-6, rtol=2e-6)
 
 
-def test_their_own_saves_come_back_to_us(transformers, tmp_path):
+def test_weights_saved_by_transformers_load(transformers, tmp_path):
     config = transformers.ViTConfig(
         hidden_size=32,
         num_hidden_layers=2,

@@ -98,7 +98,7 @@ def test_unsupported_model_is_refused_with_the_reason(name, kind, fields, reason
 
 
 @pytest.mark.parametrize("name", ["dinov2", "deit"])
-def test_a_head_that_we_cannot_compute_can_be_left_out(name, transformers, tmp_path):
+def test_unsupported_head_can_be_dropped(name, transformers, tmp_path):
     kind = {"dinov2": "Dinov2ForImageClassification", "deit": "DeiTForImageClassificationWithTeacher"}[name]
     theirs = getattr(transformers, kind)(transformers_model(transformers, name).config).eval()
     theirs.save_pretrained(tmp_path)

@@ -12,7 +12,7 @@ from models.extras.weights.layout import with_learned_positions, without_slots
 from tests.support.weights import random_model
 
 
-def test_what_does_not_fit_is_listed_key_by_key(tmp_path):
+def test_error_lists_every_key_that_does_not_fit(tmp_path):
     models.save(random_model(), tmp_path / "good.npz", format="npz")
     arrays = dict(np.load(tmp_path / "good.npz"))
     del arrays["Transformer/encoder_norm/bias"]
@@ -56,7 +56,7 @@ def test_given_settings_must_match_the_file(told, message, tmp_path):
         ("hf", {}, {"hidden_act": "relu"}, "hidden_act is 'relu', expected one of gelu"),
     ],
 )
-def test_what_a_foreign_file_has_and_we_have_not_is_refused(format, extra, described, message, tmp_path):
+def test_unsupported_parts_of_a_foreign_file_are_refused(format, extra, described, message, tmp_path):
     models.save(random_model(), tmp_path, format=format)
     save_file({**load_file(tmp_path / "model.safetensors"), **extra}, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())

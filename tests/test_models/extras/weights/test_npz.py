@@ -57,7 +57,7 @@ def test_stations_inside_the_original_agree(case):
 
 @needs_golden
 @pytest.mark.parametrize("case", CASES)
-def test_original_checkpoints_go_out_as_they_came_in(case, tmp_path):
+def test_original_checkpoints_are_exported_unchanged(case, tmp_path):
     told = CASES[case][1]
     original = models.load(GOLDEN / f"{case}.ckpt.npz", **told)
     models.save(original, tmp_path / "out.npz", format="npz")
@@ -149,7 +149,7 @@ def test_old_groupnorms_of_four_axes_are_read(tmp_path):
     assert equal_weights(models.load(tmp_path / "old.npz"), model)
 
 
-def test_a_file_that_would_grow_far_past_its_size_is_refused_before_it_does(tmp_path):
+def test_file_that_would_unpack_to_far_more_than_its_size_is_refused_unread(tmp_path):
     models.save(random_model(), tmp_path / "good.npz", format="npz")
     arrays = dict(np.load(tmp_path / "good.npz"))
     arrays["head/kernel"] = np.zeros(60_000_000, np.float32)
@@ -164,7 +164,7 @@ def test_a_file_that_would_grow_far_past_its_size_is_refused_before_it_does(tmp_
     assert most_bytes < 5e6
 
 
-def test_an_array_that_is_not_as_large_as_it_says_is_refused_before_its_memory_is_taken(tmp_path):
+def test_array_that_contradicts_its_header_is_refused_before_memory_is_allocated(tmp_path):
     models.save(random_model(), tmp_path / "good.npz", format="npz")
     content = io.BytesIO()
     np.lib.format.write_array_header_1_0(content, {"descr": "<f4", "fortran_order": False, "shape": (10**13,)})
@@ -176,7 +176,7 @@ def test_an_array_that_is_not_as_large_as_it_says_is_refused_before_its_memory_i
         models.load(tmp_path / "good.npz")
 
 
-def test_an_array_that_is_no_weight_is_named(tmp_path):
+def test_error_names_an_array_that_is_not_a_weight(tmp_path):
     models.save(random_model(), tmp_path / "good.npz", format="npz")
     np.savez(tmp_path / "bad.npz", step=np.array(7), **np.load(tmp_path / "good.npz"))
     with pytest.raises(ValueError, match="found step of int64"):
