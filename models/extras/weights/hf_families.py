@@ -310,7 +310,7 @@ def mlp_ratio(hidden: int, width: int, is_gated: bool) -> int:
         if result == hidden:
             return ratio
     kind = "SwiGLU" if is_gated else "MLP"
-    raise ValueError(f"{kind} of hidden width {hidden} at width {width}, which is no whole mlp_ratio")
+    raise ValueError(f"{kind} of hidden width {hidden} at width {width} (mlp_ratio must be an integer)")
 
 
 class DINOv2WithRegisters(DINOv2):

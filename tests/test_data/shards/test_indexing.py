@@ -180,7 +180,7 @@ def test_an_altered_table_ends_a_reading_and_the_doctor_names_it(tmp_path, capsy
         ("{}/empty", "no \\*.tar here"),
         ("{}/set/a.tar", "not a \\*.tar"),
         ("{}/absent", "this folder does not exist"),
-        (["{}/set/a.tar", "{}/set/z.tar"], "missing, 1 of 2 shards: .*/set/z.tar$"),
+        (["{}/set/a.tar", "{}/set/z.tar"], "1 of 2 shards do not exist: .*/set/z.tar$"),
     ],
 )
 def test_the_tars_of_a_source_are_listed_from_the_folder_that_they_share(source, found, tmp_path):

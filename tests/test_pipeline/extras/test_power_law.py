@@ -94,7 +94,11 @@ def test_restored_law_gives_the_same_forecast():
     ("x", "y", "message"),
     [
         ([[1.0], [2.0], [3.0]], [3.0, 2.0, 1.0], "3 points, expected at least 4 for a law with 3 parameters"),
-        ([[1.0], [1.0], [2.0], [2.0]], [4.0, 3.0, 2.0, 1.0], "a variable of the law has 2 values, expected at least 3"),
+        (
+            [[1.0], [1.0], [2.0], [2.0]],
+            [4.0, 3.0, 2.0, 1.0],
+            "a variable of the law has 2 distinct values, expected at least 3",
+        ),
         ([[1.0], [2.0], [3.0], [4.0]], [3.0, 2.0, 1.0, 0.0], "a value is 0 or less"),
         ([[1.0], [2.0], [3.0], [0.0]], [3.0, 2.0, 1.0, 1.0], "a value is 0 or less"),
         ([[1.0], [2.0], [3.0], [np.inf]], [3.0, 2.0, 1.0, 1.0], "a value is infinite or NaN"),

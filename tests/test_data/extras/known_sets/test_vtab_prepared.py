@@ -208,8 +208,10 @@ def test_unprepared_folder_raises_an_error_with_the_command_to_type(tmp_path: Pa
 def test_wrong_prepared_set_and_damaged_file_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = [example({"image": [picture(1, ".png")], "label": [0]})] * 5
     prepare(tmp_path / "sun", "sun397", {"train": [records]}, config="standard-part1-120k")
-    refused("sun397", tmp_path / "sun", r"found sun397/standard-part1-120k, but task sun397 needs sun397/tfds")
-    refused("dtd", tmp_path / "sun", r"found sun397/standard-part1-120k, but task dtd needs dtd$")
+    refused("sun397", tmp_path / "sun", r"found the set sun397/standard-part1-120k, but task sun397 needs sun397/tfds")
+    refused(
+        "dtd", tmp_path / "sun", r"found the set sun397/standard-part1-120k, but task dtd needs dtd; pass its folder$"
+    )
     prepare(tmp_path / "dtd", "dtd", {"train": [records]})
     refused("dtd", tmp_path / "dtd", r"dtd, train: found 5 images, expected 1,880\n.*selects images by their position")
     monkeypatch.setitem(vtab_tasks.SIZES, "dtd", {"train": 5})

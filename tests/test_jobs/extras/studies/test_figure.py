@@ -156,7 +156,7 @@ def test_a_law_planted_in_a_table_is_recovered_in_the_figure(sizes, tmp_path):
     text = (folder / "figure.md").read_text()
     # Four points determine a law; the remaining three do not, so there is no forecast of the fourth.
     if len(sizes) == 4:
-        assert "no forecast of the largest point from the others: 3 points, expected at least 4" in text
+        assert "no forecast of the largest point from the others: found 3 points, expected at least 4" in text
         return
     assert record["fit"]["largest"]["foretold"] == pytest.approx(1 - rows["300000"]["accuracy"], rel=1e-3)
     assert "fitted without 300000, the law predicts" in text

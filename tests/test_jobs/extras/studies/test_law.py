@@ -139,12 +139,12 @@ NEXT = {"kind": "pretrain", "init": "@trunk", "begin": 16, "steps": 24, "law": "
         ({"next": {**NEXT, "law": "@trunk/figure.json"}}, "next.law: @trunk/figure.json has no fit\n  expected @FIG"),
         (
             {"curves": {"kind": "figure", "tables": {"t": "@far"}, "fit": ["samples"]}},
-            "the runs of @far cannot determine a law: 1 points, expected at least 4 for a law with 3 parameters\n"
+            "the runs of @far cannot determine a law: found 1 points, expected at least 4 for a law with 3 parameters\n"
             "  numbers of distinct values: 1 of samples",
         ),
         (
             {"curves": {**law_of("samples")["curves"], "fit": ["parameters", "samples"]}, "far.evaluate_every": 2},
-            "the runs of @far cannot determine a law: a variable of the law has 1 values, expected at least 3",
+            "the runs of @far cannot determine a law: a variable of the law has 1 distinct values, expected at least 3",
         ),
         ({"budget": 1e-12}, "budget is 1e-12 exaFLOPs, but the recipe needs"),
         ({"budget": "much"}, "budget is much, expected a number of exaFLOPs"),

@@ -65,7 +65,7 @@ def test_other_hidden_widths_are_not_written_as_dinov2(activation, hidden):
     """transformers would refuse a fractional mlp_ratio."""
     config = models.config_of("mu/8", 16, 0, width=64, mlp=hidden, activation=activation, layer_scale=0.1)
     (reason,) = FAMILIES["dinov2"].differences(config)
-    assert f"hidden width {hidden} at width 64, which is no whole mlp_ratio" in reason
+    assert f"hidden width {hidden} at width 64 (mlp_ratio must be an integer)" in reason
 
 
 @pytest.mark.parametrize("size", [(48, 48), (32, 64)])
