@@ -77,7 +77,7 @@ def test_halves_whose_other_half_is_missing_are_counted_by_name_and_not_packed(t
     packed = pack(tars(tmp_path), tmp_path / "packed")
     assert packed.samples == 3
     assert all(packed.table(0)["image_size"])
-    assert "samples not packed" in caplog.text
+    assert "samples were not packed" in caplog.text
     assert "1 × no image, first orphan of t.tar" in caplog.text
 
 
