@@ -67,7 +67,7 @@ FIXES = (
         re.compile(r"(?:Operation not permitted|Permission denied|Read-only file system): (/[^\s:]+)"),
     ),
     ("variable", "name", re.compile(r"Environment variable '(\w+)' not found")),
-    ("credentials", "path", re.compile(r"(\w+://\S+): denied\b")),
+    ("credentials", "path", re.compile(r"(\w+://\S+): (?:access )?denied\b")),
     ("file", "path", re.compile(r"(?:: |^)(\S+) has changed: |cannot load (\S+): ")),
     ("cluster", "name", re.compile(r"no response at (RAY_ADDRESS)=")),
 )
