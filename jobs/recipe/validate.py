@@ -32,7 +32,7 @@ MAX_LISTED = 8  # missing inputs or changed keys listed in a message
 
 
 def validate(stage: Stage, available: Available, *, fresh: bool = False) -> list[CheckResult]:
-    """Return the results of all checks of a stage. Raises OSError.
+    """Return the results of all checks of a stage. Raises OSError if a file cannot be read.
 
     `fresh` allows an unfinished stage with a different config to restart from step 0.
     """
@@ -82,7 +82,7 @@ def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[Check
 
 
 def ways_to_train_longer(stage: Stage, folder: Path, available: Available) -> str:
-    """Return lines with the commands that continue a stage for more steps; "" if other settings have changed too."""
+    """Return lines with the commands that train a stage for more steps; "" if other settings have changed too."""
     record = artifacts.read_record(folder / RECORD)
     changes = config.differences(recorded(record["forbid"]), forbidden_fields(stage))
     changed = {change.partition(":")[0] for change in changes}

@@ -1,6 +1,7 @@
 """What --json prints: one document on the real stdout, and the steps derived from the messages of errors."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,14 @@ def test_stdout_has_only_the_document_also_if_libraries_and_children_write() -> 
     done = subprocess.run([sys.executable, "-c", WRITES_EVERYWHERE], cwd=ROOT, capture_output=True, text=True)
     assert json.loads(done.stdout) == {"schema": "status.1", "code": 0, "path": 1}
     assert sorted(done.stderr.splitlines()) == ["a child", "printed", "written by C++"]
+
+
+def test_names_that_are_not_utf_8_arrive_unchanged() -> None:
+    run = b"/nowhere/\xff"
+    done = subprocess.run([sys.executable, "-m", "jobs", "status", run, "--json"], cwd=ROOT, capture_output=True)
+    document = json.loads(done.stdout.decode())
+    assert os.fsencode(document["what"]) == b"no run at " + run
+    assert done.returncode == document["code"] == 64
 
 
 def test_documents_have_only_json_values() -> None:

@@ -50,7 +50,7 @@ class Branches(TrainingExtra):
     inputs: ClassVar = {"law": Reads.FILE}
 
     def hooks(self, cfg: BranchConfig, context: Context) -> dict[str, dict[str, Any]]:  # type: ignore[override]
-        """Return the training hook for a branch; a law needs none, because the workers do not use it."""
+        """Return the training hook for a branch; a law needs no hook, because the workers do not use it."""
         return {} if cfg.first_step == 0 else {"pipeline.extras.branches:Branch": {}}
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
@@ -62,9 +62,10 @@ class Branches(TrainingExtra):
         yield from ()
 
     def ways_to_train_longer(self, stage: Stage, before: Mapping[str, Any], available: Available) -> Iterator[str]:
-        """Yield the command that finishes a stage at its earlier length and continues it as a branch, or the reason.
+        """Yield the command that continues a stage as a branch, or the reason why its schedule does not allow this.
 
-        The cool-down of the branch is a tenth of the whole training.
+        The command first trains the stage to its earlier length. The cool-down of the branch lasts a tenth of the total
+        number of steps.
         """
         cfg = stage.config
         earlier = replace(cfg, steps=before.get("steps"), passes=before.get("passes"))
@@ -195,7 +196,8 @@ def check_branch(stage: Stage, available: Available) -> None:
 def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
     """Link the trunk's commit at step `begin` as the branch's first commit, from which the branch then resumes.
 
-    Raises DataError if the trunk has no such commit, and CheckpointError.
+    Raises DataError if the trunk has no such commit, CheckpointError if the commit is damaged, or OSError if its files
+    cannot be linked or copied.
     """
     trunk = Path(context.campaign.path_of(cfg.init or ""))
     commits = checkpoints_in(trunk / "checkpoints")
@@ -223,7 +225,7 @@ def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
 
 
 def check_law(stage: Stage, available: Available) -> None:
-    """Raise ConfigError if a law predicts a metric that the stage lacks, or needs axes unknown before the run."""
+    """Raise ConfigError if a law predicts a metric that the stage lacks, or needs a value unknown before the run."""
     law = stage.config.law
     link = reference(law)
     path = Path(available.campaign.path_of(law))
