@@ -360,7 +360,7 @@ class DecoderProcess:
             self.restart()
         raise DataError(
             f"step {task.step}, slots {task.first} … {task.stop - 1}: {RESTARTS + 1} processes died or did "
-            f"not respond for {timeout_s:g} s while decoding them; to find bad samples, run python -m jobs data check"
+            f"not respond for {timeout_s:g} s while decoding them; to find bad samples, use `python -m jobs data check`"
         )
 
     def arrays_at(self, offset: int) -> Arrays:

@@ -814,7 +814,7 @@ def test_a_run_is_stopped_by_its_lease_from_anywhere(run, capsys) -> None:
     assert first.exitcode == 75, output_of(run)
     out = capsys.readouterr().out
     assert f"asked process {first.pid} on " in out
-    assert "it has ended; for its result, run python -m jobs status " in out
+    assert "the command has ended; for its result, run python -m jobs status " in out
     assert main(["stop", str(run)]) == 0
     assert main(["status", str(run)]) == 0
     out = capsys.readouterr().out

@@ -356,7 +356,7 @@ def check_kept(url: str) -> None:
     """Raise DataError unless a URL may be read and may be stored in an index."""
     check_url(url)
     if not urlsplit(url).hostname:
-        raise DataError(f"{redacted(url)}: has no bucket or host; expected a URL like s3://bucket/train")
+        raise DataError(f"{redacted(url)} has no bucket or host; expected a URL like s3://bucket/train")
     if redacted(url) != url:
         raise DataError(
             f"{redacted(url)}: the index would store the password or signature in this URL; pass the secret in the "

@@ -40,7 +40,7 @@ def check_weights_exist(path: str) -> None:
     folder = Path(path)
     if folder.is_file() and ".npz" not in folder.name and folder.suffix not in (".safetensors", ".pth"):
         raise DataError(
-            f"cannot load {path}: it is not a weights file\n"
+            f"cannot load {path}: the file is not a weights file\n"
             "  expected an official .npz, the .pth of DINOv2 or DINOv3, or a folder or .safetensors file from "
             "Patchline, timm or transformers"
         )

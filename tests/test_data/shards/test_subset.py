@@ -501,7 +501,7 @@ def test_empty_rule_is_refused(rule, reason):
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        ("s03\ns99\n", r"1 of its 2 samples are not in .*: s99"),
+        ("s03\ns99\n", r"1 of the 2 listed samples are not in .*: s99"),
         ("train-000001.tar\ts03\n", "train-000001.tar s03"),
         ("train-000009.tar\ts03\n", "0 shards .* match train-000009.tar"),
         ("", "the file is empty"),

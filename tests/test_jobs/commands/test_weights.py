@@ -28,7 +28,7 @@ def test_a_part_of_an_npz_is_selected_after_a_colon(tmp_path):
 @pytest.mark.parametrize(
     ("name", "files", "message"),
     [
-        ("model.bin", ["model.bin"], "it is not a weights file\n  expected an official .npz, the .pth of DINOv2"),
+        ("model.bin", ["model.bin"], "the file is not a weights file\n  expected an official .npz, the .pth of DINOv2"),
         ("empty", ["empty/notes.txt"], "the folder contains neither model.json nor model.safetensors"),
         ("set", ["set/t.index.json"], "is a data set, not weights\n  give the weights first, then the data sets"),
         (

@@ -68,7 +68,7 @@ def test_trackers_are_off_by_default_and_do_not_change_keys(recipe) -> None:
     ("override", "message"),
     [
         ("trackers.wandb.projekt=vit", "unknown key trackers.wandb.projekt; did you mean 'project'"),
-        ("trackers.mlflow.uri=mlruns", "mlflow.uri is mlruns, expected https://… or an absolute folder"),
+        ("trackers.mlflow.uri=mlruns", "mlflow.uri is mlruns, expected https://… or an absolute path"),
         ("trackers.mlflow.uri=https://me:pass@host", r"looks like a secret \(by its value\)"),
     ],
 )
@@ -156,7 +156,7 @@ LOGGED = {
     "fails": [
         "wandb: RuntimeError: no route to host; the run continues, and monitoring resumes when the problem is solved"
     ],
-    "hangs": ["wandb: no response within 0.5 s; the last values may be missing"],
+    "hangs": ["wandb: the tracker did not respond within 0.5 s; the last values may be missing"],
 }
 
 
