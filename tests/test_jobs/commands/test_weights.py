@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from data.errors import DataError
@@ -58,3 +59,9 @@ def test_truncated_weights_are_refused_by_name(name, length, tmp_path):
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(DataError, match=rf"{name} is not a complete {path.suffix} file.*\n  download or copy it again"):
         check_weights_exist(str(path))
+
+
+def test_legacy_pth_is_accepted(tmp_path):
+    # timm's clean_checkpoint.py writes this format.
+    torch.save({"x": torch.zeros(3)}, tmp_path / "vit.pth", _use_new_zipfile_serialization=False)
+    check_weights_exist(str(tmp_path / "vit.pth"))
