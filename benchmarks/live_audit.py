@@ -1,7 +1,7 @@
 """Test the live audit (`health.audit`) on planted flips and clean steps, and measure its price.
 
     python -m benchmarks.live_audit flips --cases 100     transient and sticky flips; and 1,000 clean steps
-    python -m benchmarks.live_audit price --steps 1000    CPU-seconds of a run with and without an audit of 1 %
+    python -m benchmarks.live_audit price --steps 1000    CPU-seconds of a run with and without an audit
 
 `flips`: four workers in exact mode train a small model, and every part of every step is repeated. In every fourth step
 one bit is flipped on one worker: in the gradient of its part, in its moments or master weights between two steps, in
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 
+import models
 from benchmarks.replay import MODEL, flip, task_of
 from data.images.augment import AugmentConfig
 from data.shards.packing import pack
@@ -35,6 +36,7 @@ from data.sources.samples import digits
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline import train
+from pipeline.architecture import model_config
 from pipeline.engine.exact import ExactEngine
 from pipeline.extras import live_audit
 from pipeline.extras.replays.spikes import HealthConfig, SpikeConfig
@@ -234,18 +236,20 @@ def cpu_seconds(task: dict[str, Any]) -> float:
     return float(spent)
 
 
-def price(folder: Path, steps: int, rounds: int) -> None:
-    """Print the CPU-seconds of runs with and without an audit of 1 %, alternately."""
+def price(folder: Path, steps: int, rounds: int, share: float, model: Mapping[str, Any]) -> None:
+    """Print the CPU-seconds of runs with and without an audit of this share, alternately."""
     shards = folder / "shards"
-    pack(digits(train=True, image_size=16), shards, name="train", shard_samples=100)
+    pack(digits(train=True, image_size=model["image_size"]), shards, name="train", shard_samples=100)
     cluster = ClusterConfig(workers=2, backend="processes")
     for number in range(rounds):
-        for share in (0.0, 0.01):
-            run = f"{number}-{share}"
-            task = task_of(folder / run, shards, config_of(shards, steps, share))
-            task["hooks"] = {HOOK: {}} if share else {"pipeline.extras.replays.spikes:SpikeSearch": {}}
+        for audited in (0.0, share):
+            run = f"{number}-{audited}"
+            cfg = replace(config_of(shards, steps, audited), model=dict(model))
+            task = task_of(folder / run, shards, cfg)
+            task["job"]["model"] = models.to_dict(model_config(model))
+            task["hooks"] = {HOOK: {}} if audited else {"pipeline.extras.replays.spikes:SpikeSearch": {}}
             spent: Any = run_worker_group(cpu_seconds, task, cluster=cluster, name=f"workers-{run}", directory=folder)
-            print(f"health.audit {share}: {spent:.2f} CPU-seconds for {steps} steps on 2 workers", flush=True)
+            print(f"health.audit {audited}: {spent:.2f} CPU-seconds for {steps} steps on 2 workers", flush=True)
 
 
 def main() -> None:
@@ -256,13 +260,19 @@ def main() -> None:
     parser.add_argument("--clean", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--share", type=float, default=0.01)
+    parser.add_argument("--model")
+    parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         if options.what == "flips":
             flips(Path(temporary), options.cases, options.clean, options.seed, options.kinds)
         else:
-            price(Path(temporary), options.steps, options.rounds)
+            model = MODEL
+            if options.model is not None:
+                model = {"name": options.model, "image_size": options.image_size, "classes": 10}
+            price(Path(temporary), options.steps, options.rounds, options.share, model)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Tar shards in, exactly ordered batches of uint8 images out."""
+"""Read tar shards, and yield batches of uint8 images in an exactly defined order."""

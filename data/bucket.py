@@ -56,7 +56,7 @@ os.register_at_fork(after_in_child=forget_credentials)
 
 
 class Bucket:
-    """A run's files under a URL; `local` is scratch space on this node, which may be empty whenever a command starts.
+    """A run's files under a URL; `local` is a scratch folder on this node, and may be empty when a command starts.
 
     `Folder` documents the methods that both classes share.
     """
@@ -79,7 +79,7 @@ class Bucket:
     def request(self, name: str, question: Callable[[Any, str], Answer]) -> Answer:
         """Return the result of `question(client, path)`, with retries.
 
-        Raises FileNotFoundError, DataError and StorageError, as `Retry.with_retries` does.
+        Raises the errors of `Retry.with_retries`.
         """
         path = f"{self.path}/{name}".rstrip("/")
         return self.retry.with_retries(self.address(name), lambda: question(client(self.scheme, TIMEOUT_S), path))
@@ -111,7 +111,8 @@ class Bucket:
         if is_created_twice:
             raise StorageError(
                 f"{self.url}: the store replaced an existing object although the request forbade it\n"
-                "  expected a store with conditional writes (If-None-Match: * on S3), to keep owners apart\n"
+                "  expected a store with conditional writes (If-None-Match: * on S3), so that a run has only one "
+                "owner\n"
                 "  use another store, or a folder: run=/elsewhere"
             )
 
@@ -153,9 +154,8 @@ class Bucket:
     def s3_pages(self, folder: str) -> Iterator[dict[str, int]]:
         """Yield {path: size} of the objects below a folder, in pages of at most PAGE_OBJECTS.
 
-        Each page is one request, which is retried separately.
-
-        `find` sends three requests for an empty folder and one for each page, all of which would be retried together.
+        Each page is one request, which is retried separately. s3fs's `find` would send three requests for an empty
+        folder and one for each page, and all of them would be retried together.
         """
         bucket, _, prefix = f"{self.path}/{folder}".rstrip("/").partition("/")
         token: dict[str, str] = {}
@@ -186,7 +186,8 @@ class Bucket:
     def fetch(self, name: str, file: Path, size: int) -> None:
         """Download an object of `size` bytes to a local file, in pieces; the file appears when it is complete.
 
-        Raises FileNotFoundError if the object does not exist, StorageError, and OSError from the local disk.
+        Raises FileNotFoundError if the object does not exist, StorageError if all attempts to read it fail, or OSError
+        if the local disk fails.
         """
         with atomic_file(file) as temporary, open(temporary, "wb") as local:
             while local.tell() < size:
@@ -219,7 +220,8 @@ class Bucket:
         finally:
             temporary.unlink(missing_ok=True)
         raise CheckpointError(
-            f"{self.address(name)} has changed: two downloads had a sha256 that differs from its record\n"
+            f"{self.address(name)} has changed: its sha256 differs from the recorded value, also after a second "
+            "download\n"
             "  restore the object from a copy, then run the same command again"
         )
 
@@ -371,7 +373,7 @@ def check_store_url(url: str) -> str:
     is_plain = not (parts.query or parts.fragment or "@" in parts.netloc)
     if not (parts.netloc and is_plain) or not all(name not in ("", ".", "..") for name in names):
         raise ConfigError(
-            f"run is {redacted(url)}, expected only a bucket and a folder in it\n"
+            f"run is {redacted(url)}, expected a bucket and a folder in it, without credentials or a query\n"
             f"  set run={parts.scheme}://BUCKET/NAME; credentials come from the environment (docs/run-storage.md)"
         )
     return f"{parts.scheme}://{parts.netloc}/{'/'.join(names)}"

@@ -30,22 +30,22 @@ SECRET_VALUE = re.compile(
 
 
 def check_name(name: object, what: str, remedy: str) -> None:
-    """Raise ConfigError unless `name` can name a file; the message begins with `what` and ends with `remedy`."""
+    """Raise ConfigError unless `name` is a safe file name; the message begins with `what` and ends with `remedy`."""
     is_name = isinstance(name, str) and NAME.fullmatch(name) is not None and name not in (".", "..")
     if not is_name:
         raise ConfigError(
             f"{what} is named {name!r}\n"
-            "  expected 1 to 64 of the characters A-Z a-z 0-9 . _ -, and not just . or ..\n"
+            "  expected 1 to 64 of the characters A-Z a-z 0-9 . _ -, but not . or .. alone\n"
             f"  {remedy}"
         )
 
 
 def check_file_name(name: object, source: str, *, folders: bool = True) -> str:
-    """Return an untrusted file name, after checking that it stays inside the folder to which it will be appended.
+    """Check that an untrusted file name stays inside the folder to which it will be appended, and return it.
 
     Every name from a bucket, record, manifest, claim or another machine passes this check before it becomes a path.
     Raises DataError, whose message begins with `source`, for absolute names, `..`, `.`, `//`, NUL, and parts that no
-    Linux file system accepts; without `folders` also for names with a slash.
+    Linux file system accepts. If `folders` is False, names with a slash are rejected too.
     """
     is_inside = isinstance(name, str) and "\0" not in name
     if is_inside and isinstance(name, str):
@@ -59,15 +59,18 @@ def check_file_name(name: object, source: str, *, folders: bool = True) -> str:
         expected = "a path below the folder" if folders else "the name of a file or folder, without slashes"
         raise DataError(
             f"{source}: unsafe name {printable(repr(name)[:200])}\n"
-            f"  expected {expected}, without empty parts, '.', '..' and NUL, parts of at most {LONGEST_PART} bytes,\n"
-            "  so that no file elsewhere is overwritten\n"
+            f"  expected {expected}, without empty parts, '.', '..' or NUL, and with parts of at most {LONGEST_PART} "
+            "bytes, so that no file elsewhere is overwritten\n"
             "  rename or delete this entry, or find out who wrote it; then run the same command again"
         )
     return name
 
 
 def check_sha256(digest: object, source: str) -> str:
-    """Return an untrusted sha256 that becomes part of a file name. Raises DataError unless it is 64 hex digits."""
+    """Check an untrusted sha256 that becomes part of a file name, and return it.
+
+    Raises DataError unless it consists of 64 hex digits.
+    """
     if isinstance(digest, str) and SHA256.fullmatch(digest):
         return digest
     raise DataError(
@@ -115,7 +118,7 @@ def one_line(text: str) -> str:
 
 
 def few(texts: Sequence[str], most: int = 4, more: str = " and {} more") -> str:
-    """Join the first `most` strings with commas; if there are more, append how many, in the format `more`."""
+    """Join the first `most` strings with commas; if there are more, append their number, formatted with `more`."""
     line = ", ".join(texts[:most])
     if len(texts) > most:
         line += more.format(len(texts) - most)
@@ -134,7 +137,7 @@ def at_least(config: object, least: int, names: str, section: str = "") -> None:
 
 
 def more_than_0(config: object, names: str, section: str = "") -> None:
-    """Raise ConfigError if a field of `config` is 0 or less, infinite or NaN; arguments as in `at_least`."""
+    """Raise ConfigError if a field of `config` is 0 or less, infinite or NaN; for the arguments, see `at_least`."""
     for name in names.split():
         value = getattr(config, name)
         if value is not None and (isinstance(value, bool) or not 0 < value < math.inf):

@@ -4,8 +4,8 @@ How a task is processed:
 
 1. The loader sends (task, offset): the slots to decode, and the offset of the result in shared memory.
 2. The order determines which samples belong to these slots. A global batch is computed once for all tasks of its step.
-3. For every slot, the reader returns the bytes of the sample. The random numbers for crop, flip and distortion come
-   from a key of the seed and the sample's id (epoch, shard, sample), so they do not depend on the process.
+3. For every slot, the reader returns the bytes of the sample. The random numbers for crop, flip and distortion are
+   derived from the seed and the sample's id (epoch, shard, sample), so they do not depend on the process.
 4. The pixels, labels and ids are written into the row of the slot.
 5. A bad sample is replaced with the next good one in its lane. The result names every bad sample.
 6. The result, `Done`, goes back through the pipe: the bad samples, and the time spent reading and decoding.
@@ -77,7 +77,7 @@ class DecodeTask(NamedTuple):
 
 @dataclass(frozen=True)
 class BadSample:
-    """A replaced sample, and the reason."""
+    """A bad sample that was replaced, and the reason."""
 
     shard: str
     key: str
@@ -200,7 +200,7 @@ class Decoder:
                 bad.append(problem)
             else:
                 raise DataError(
-                    f"{MAX_REPLACEMENTS} consecutive bad samples, the last is {printable(bad[-1].key)} of "
+                    f"{MAX_REPLACEMENTS} consecutive samples cannot be used; the last is {printable(bad[-1].key)} of "
                     f"{bad[-1].shard}: {bad[-1].reason}\n"
                     f"  to list them, run python -m jobs data check {shlex.quote(str(self.index.tables))}"
                 )
@@ -255,7 +255,7 @@ def send_heartbeat(connection: Connection) -> None:
 
 
 def main(connection: Connection, memory: mmap) -> None:
-    """Serve tasks until the loader exits (EOFError or OSError); the first message is the decoder."""
+    """Receive the decoder, then run tasks until the loader exits (EOFError or OSError)."""
     # Raise the limit of open files to the maximum: every mapped shard holds one, and many are open.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
@@ -325,7 +325,7 @@ class DecoderProcess:
         self.connection = Connection(ours.detach())
 
     def send_decoder(self) -> None:
-        """Send the decoder; separate from `start`, so that all processes start before the first send blocks."""
+        """Send the decoder to its process; separate from `start`, so that all processes start before a send blocks."""
         # An index may exceed the socket buffer, so the send blocks until the process reads. If the process is already
         # dead, `result` notices.
         with suppress(OSError):
@@ -359,8 +359,8 @@ class DecoderProcess:
                 return task, offset, answer
             self.restart()
         raise DataError(
-            f"step {task.step}, slots {task.first} … {task.stop - 1}: {RESTARTS + 1} processes died or were "
-            f"silent for {timeout_s:g} s while decoding them; `python -m jobs data check` finds bad samples"
+            f"step {task.step}, slots {task.first} … {task.stop - 1}: {RESTARTS + 1} processes died or did "
+            f"not respond for {timeout_s:g} s while decoding them; to find bad samples, run python -m jobs data check"
         )
 
     def arrays_at(self, offset: int) -> Arrays:

@@ -1,7 +1,7 @@
 """Random numbers and permutations derived from integer keys, identical on every machine and in every process.
 
 The functions use explicit 64-bit integer arithmetic, so no change in a library's random generator can alter them.
-The exception is `few_shot_rows`, which uses NumPy's generator as the original code did.
+The exception is `few_shot_rows`, which uses NumPy's generator, as the original code does.
 
     permute(np.arange(5), …, key_of(seed, epoch))    the numbers 0 … 4 in another order
     Draws(7).uniform()                               the first random number of key 7

@@ -1,6 +1,7 @@
 """Recognise an error page received instead of a file, and extract its text for messages.
 
-Proxies and web servers may send these pages with status 200, and programs may have saved them under a file's name.
+Proxies and web servers may send these pages with status 200, and a download program may have saved one under the name
+of the requested file.
 
     b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message>…"   →   "AccessDenied: Request has expired"
     b"<html><head><title>Sign in</title>…"                                       →   "Sign in"

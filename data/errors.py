@@ -1,7 +1,7 @@
 """Exit codes of all commands, and the exceptions that carry them.
 
-This module imports nothing from the project, so every package can use it. Only the `models` package does not use it: it
-raises ValueError, and its callers decide which exit code applies.
+This module imports nothing from the project, so every package can use it. The `models` package raises ValueError
+instead, and its callers choose the exit code.
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ class ExitCode(IntEnum):
 class PatchlineError(Exception):
     """An error for the user; its message has one line each for the problem, the expectation and the remedy.
 
-    The first line is the problem. A line that names a command ends with it. With `--json`, jobs/json_output.py derives
-    the steps to take from these lines.
+    The first line is the problem. A line that contains a command ends with the command. With `--json`,
+    jobs/json_output.py derives the next steps from these lines.
     """
 
     exit_code: int | None = ExitCode.INTERNAL

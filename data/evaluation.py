@@ -44,7 +44,7 @@ class EvaluationBatch:
 
 @dataclass(frozen=True)
 class LoadedSample:
-    """One preprocessed sample: the image and its labels, or the reason that the sample is bad."""
+    """One preprocessed sample: the image and its labels, or the reason why the sample is bad."""
 
     place: tuple[int, int]  # (shard, sample) numbers
     image: np.ndarray | None
@@ -55,7 +55,7 @@ class LoadedSample:
 class EvaluationSet:
     """An iterable over batches of this worker's part of a data set; all workers yield the same number of batches.
 
-    Raises ValueError if `ops` produce images of different sizes, and all errors of `ShardReader.read`.
+    Iteration raises ValueError if `ops` produce images of different sizes, and the errors of `ShardReader.read`.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class EvaluationSet:
         return shard, row - int(self.index.starts[shard])
 
     def load(self, place: tuple[int, int], stored: tuple[str, bytes, bytes]) -> LoadedSample:
-        """Preprocess one sample, given as (key, image bytes, label bytes), or return why the sample is bad."""
+        """Preprocess one sample, given as (key, image bytes, label bytes); for a bad sample, return the reason."""
         key, encoded, raw_labels = stored
         try:
             labels = read_labels(raw_labels, self.index, self.max_labels)

@@ -247,7 +247,7 @@ def open_regular(path: str, flags: int) -> int:
 
     For fixed names in folders that other users may write to: their link would redirect our writes to any file of ours,
     and opening their pipe would block for ever. Use mode "a", because "w" truncates the file before it is checked.
-    Raises StorageError if the path is a link, a pipe or anything else.
+    Raises StorageError if the path is a link, a pipe or anything else that is not a regular file.
     """
     problem = StorageError(
         f"{path}: found a link, pipe or device, expected a regular file\n"
@@ -286,8 +286,8 @@ def refuse_planted(path: Path, remedy: str) -> None:
         is_shared = path.parent.stat().st_mode & stat.S_IWOTH != 0
         if is_shared and os.path.lexists(path) and not is_own(path):
             raise StorageError(
-                f"{path}: found a link or another user's folder in {path.parent}, where every user may write\n"
-                "  expected a folder of this user, or none: its owner could replace the files of the run\n"
+                f"{path}: this is a link or belongs to another user, and every user can write to {path.parent}\n"
+                "  expected a folder of this user, or no such path: another owner could replace the files of the run\n"
                 f"  {remedy}"
             )
 
@@ -393,9 +393,10 @@ def path_in_errors(path: Path, content_bytes: int | None = None, *, instead_of: 
 
 
 def error_text(error: OSError) -> str:
-    """Describe an OSError in one line: the reason, the file, and the exhausted resource with its limit if there is one.
+    """Describe an OSError in one line: the reason, the file and any exhausted resource with its limit.
 
-    Disk full: the free bytes or inodes. Quota, file-size limit and open files: the limit and how to show it.
+    For a full disk, the line states the free bytes or inodes; for a quota, a file-size limit or too many open files, it
+    states the limit and how to display it.
     """
     if error.errno in OUT_OF_HANDLES:
         name = f": {error.filename}" if error.filename is not None else ""

@@ -81,7 +81,7 @@ class TrainLoader:
     The pixels depend only on index, order, image size, augmentation and seed; they do not depend on the number of
     workers, `processes`, `micro_batch` or `start_step`. A process is replaced, and its micro-batches decoded again,
     if it dies or is silent for `timeout_s` while no data of its shard arrives. Tensors are pinned if CUDA is
-    available. Iteration raises DataError and StorageError.
+    available. Iteration raises the errors of `DecoderProcess.result`, and StorageError from downloads.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class TrainLoader:
         decode: Literal["cpu", "gpu"] = "cpu",  # gpu: images of a batch are on the GPU, see DEVICE_DECODER
     ):
         if not (0 <= slots.start < slots.stop <= order.batch_size and slots.step == 1):
-            raise ValueError(f"slots {slots} must be a contiguous part of range(0, {order.batch_size})")
+            raise ValueError(f"slots must be a contiguous part of range(0, {order.batch_size}), found {slots}")
         if not np.array_equal(index.shard_samples, order.shard_samples):
-            raise ValueError("the order was built for other shards than those of the index")
+            raise ValueError("the order was built for different shards than those in the index")
         self.slots = slots
         self.start_step = start_step
         self.processes = processes
@@ -190,8 +190,8 @@ class TrainLoader:
         line = f"waiting for the first batch: {len(self.slots)} samples from {len(shards)} shards"
         if missing:
             size = sum(index.shards[shard].bytes for shard in missing)
-            cached = f"{len(shards) - len(missing)} of them local, {len(missing)} ({size / 2**30:.3g} GiB) remote"
-            log(f"{line}; {cached}: {redacted(index.location(missing[0]))} …")
+            cached = f"{len(shards) - len(missing)} of them local, {len(missing)} ({size / 2**30:.3g} GiB) to download"
+            log(f"{line}; {cached}, starting with {redacted(index.location(missing[0]))}")
         else:
             log(f"{line}, all of them local")
 
@@ -282,11 +282,14 @@ class TrainLoader:
 
 
 def split_slots(slots: range, micro_batch: int, accumulation: int | None) -> list[range]:
-    """Split the slots of a step into micro-batches: `accumulation` nearly equal ones, or else of size `micro_batch`."""
+    """Split the slots of a step into `accumulation` nearly equal micro-batches.
+
+    If `accumulation` is None, each micro-batch has `micro_batch` slots; the last one may have fewer.
+    """
     if accumulation is None:
         edges = [*range(0, len(slots), micro_batch), len(slots)]
     elif accumulation * micro_batch < len(slots):
-        raise ValueError(f"{accumulation} micro-batches of {micro_batch} cannot hold {len(slots)} slots")
+        raise ValueError(f"{accumulation} micro-batches of {micro_batch} samples are too few for {len(slots)} slots")
     else:
         # With more micro-batches than slots, some are empty: every worker must accumulate equally often.
         edges = [len(slots) * part // accumulation for part in range(accumulation + 1)]

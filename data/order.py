@@ -72,7 +72,7 @@ class Order:
 
     `tail` decides what happens to the last samples of an epoch if they do not fill a batch. "carry" completes that
     batch with samples of the next epoch, so every sample is used exactly once per epoch. "drop" skips the samples.
-    Raises ValueError if a number is below 1, the shards are empty, or "drop" leaves no complete batch.
+    Raises ValueError if an argument is below 1, all shards are empty, or "drop" leaves no complete batch.
     """
 
     def __init__(
@@ -97,13 +97,14 @@ class Order:
         ] = {}  # epoch: permuted shards, their first positions
         if batch_size < 1 or shuffle_block < 1 or self.lanes < 1:
             raise ValueError(
-                f"batch_size {batch_size}, lanes {self.lanes}, shuffle_block {shuffle_block}: each must be 1 or more"
+                f"batch_size is {batch_size}, lanes is {self.lanes} and shuffle_block is {shuffle_block}, expected 1 "
+                "or more for each"
             )
         if self.samples == 0:
             raise ValueError("the shards contain no samples; pack a data set first")
         if tail == "drop" and self.samples < batch_size:
             raise ValueError(
-                f"{self.samples:,} samples do not fill a batch of {batch_size:,}, and tail=drop would skip all of them"
+                f"{self.samples:,} samples do not fill a batch of {batch_size:,}, so tail=drop would skip all of them"
             )
 
         self.samples_per_epoch = self.samples
@@ -244,7 +245,10 @@ class Mixture:
         tail: Tail = "carry",
     ):
         if sum(groups) != len(shard_samples) or len(groups) != len(weights) or min(weights) <= 0:
-            raise ValueError(f"groups {groups} must cover {len(shard_samples)} shards, each with a positive weight")
+            raise ValueError(
+                f"groups must cover {len(shard_samples)} shards, and each group needs a positive weight; found groups "
+                f"{groups} with weights {list(weights)}"
+            )
         self.batch_size = batch_size
         self.shares = shares(batch_size, weights)
         self.starts = np.cumsum([0, *groups])  # the first shard of each set, then the number of shards
@@ -313,7 +317,7 @@ class Mixture:
 
 
 def shares(batch_size: int, weights: Sequence[float]) -> list[int]:
-    """Return the number of slots for each weight, by largest remainder; raises ValueError if a set gets none."""
+    """Return the number of slots of each data set, by weight and largest remainder; ValueError if a set gets none."""
     exact = [batch_size * weight / sum(weights) for weight in weights]
     counts = list(map(int, exact))
     remainders = np.subtract(exact, counts)
@@ -322,7 +326,7 @@ def shares(batch_size: int, weights: Sequence[float]) -> list[int]:
     for group in largest_first[: batch_size - sum(counts)]:
         counts[group] += 1
     if min(counts) == 0:
-        raise ValueError(f"weights {list(weights)} give one set no sample in a batch of {batch_size}")
+        raise ValueError(f"with weights {list(weights)}, one data set gets no samples in a batch of {batch_size}")
     return counts
 
 

@@ -64,7 +64,10 @@ def open_storage(local: Path, url: str | None = None) -> Storage:
 
 
 class Folder:
-    """A run's files in a shared folder; the docstrings of this class define the interface of every storage."""
+    """A run's files in a shared folder; the docstrings of this class define the interface of every storage.
+
+    Methods that access files raise StorageError or OSError if that fails; their docstrings name only other errors.
+    """
 
     is_shared: Literal[True] = True  # every node sees files under `local` as soon as they are written
     is_consistent = False  # a network file system may show a file some seconds late
@@ -83,7 +86,7 @@ class Folder:
         """Create a file atomically; return False if the name exists, so that only one of several processes succeeds.
 
         The content must be unique to the calling process: it identifies the winner if an object store's response is
-        lost. Raises OSError, and StorageError if the storage lacks this feature.
+        lost. Raises StorageError if the storage lacks this feature.
         """
         path = self.local / name
         make_folder(path.parent, self.local)
@@ -99,27 +102,24 @@ class Folder:
         """Reduce the number of retries from now on: an exiting command must not wait minutes for the storage."""
 
     def put(self, name: str, content: bytes) -> None:
-        """Write or replace a file atomically. Raises StorageError, OSError."""
+        """Write or replace a file atomically."""
         write_atomically(self.local / name, content)
 
     def renew(self, name: str, content: bytes) -> None:
-        """Overwrite an existing small file with content of equal length, which also works on a full disk.
-
-        Raises StorageError, OSError.
-        """
+        """Overwrite an existing small file with content of equal length; this also works on a full disk."""
         # Neither flushed nor renamed: a busy disk would delay that, and losing this content does no harm.
         with open(self.local / name, "r+b", buffering=0) as file:
             file.write(content)
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a file; None if it does not exist. Raises StorageError, OSError."""
+        """Return the content of a file; None if it does not exist."""
         try:
             return (self.local / name).read_bytes()
         except FileNotFoundError:
             return None
 
     def list(self, folder: str = "") -> dict[str, int]:
-        """Return {name: size in bytes} of all regular files below a folder. Raises StorageError, OSError."""
+        """Return {name: size in bytes} of all regular files below a folder."""
         sizes: dict[str, int] = {}
         # A listing error must not look like a missing file: the checkpoint would be treated as damaged.
         try:
@@ -137,7 +137,7 @@ class Folder:
         return sizes
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files; missing files are ignored. Raises StorageError, OSError."""
+        """Delete files; missing files are ignored."""
         for name in names:
             (self.local / name).unlink(missing_ok=True)
 
@@ -147,7 +147,7 @@ class Folder:
     def ensure_local(self, name: str, size: int, sha256: str) -> None:
         """Ensure that `local` has this file with this size and digest; a shared folder always contains its files.
 
-        Raises StorageError, OSError, and CheckpointError if the storage has different bytes.
+        Raises CheckpointError if the storage has different bytes.
         """
 
     def staging_name(self, folder: str, name: str, attempt: int) -> str:
@@ -156,7 +156,7 @@ class Folder:
         return f"{folder}/.tmp-{name.removeprefix('step-')}-{attempt:06d}"
 
     def write(self, name: str, content: memoryview) -> None:
-        """Write a large file to a staged set and flush it to the disk. Raises StorageError, OSError."""
+        """Write a large file to a staged set and flush it to the disk."""
         path = self.local / name
         # The first worker creates the folder; `publish` makes its name durable.
         path.parent.mkdir(exist_ok=True)
@@ -208,8 +208,8 @@ class Folder:
         """Return a local folder with the files of a set.
 
         If the files are copied from the storage, `check` must accept the copy; a bad copy is fetched once more. With
-        `recheck`, `check` always reads the current files of the storage. Raises StorageError, OSError, and the errors
-        of `check`; if both copies are bad, the error for the second one.
+        `recheck`, `check` always reads the current files of the storage. Raises the errors of `check`; if both copies
+        are bad, the error for the second one.
         """
         path = self.local / folder / name
         if recheck:

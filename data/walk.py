@@ -38,7 +38,7 @@ NO_FILE = "broken link or device"
 
 
 def files_below(folder: Path, skipped: Counter[str], *, in_order: bool = True) -> Iterator[Path]:
-    """Yield the files below a folder, sorted by name in each folder; count skipped ones by kind.
+    """Yield the files below a folder, sorted by name in each folder; count skipped files by kind in `skipped`.
 
     With `in_order=False`, the first files arrive before a large folder is completely listed, in any order.
     Raises OSError if a folder cannot be listed.
@@ -66,7 +66,10 @@ def matching(pattern: str | os.PathLike[str]) -> list[Path]:
 
 
 def class_folders_in(root: Path, skipped: Counter[str] | None = None) -> list[str]:
-    """Return the sorted names of a folder's sub-folders; count excluded hidden and system folders in `skipped`."""
+    """Return the sorted names of a folder's sub-folders, except hidden and system folders.
+
+    Files in system folders are counted in `skipped`.
+    """
     names = []
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
         if not entry.is_dir() or entry.name.startswith("."):
@@ -83,7 +86,7 @@ def _walk(
 ) -> Iterator[Path]:
     """Yield the files below a folder; `links` is the number of links in its path.
 
-    `read` contains the folders that this walk has read so far, and is extended.
+    `read` is the set of folders that this walk has read so far; it is updated in place.
     """
     identity = _identity(folder)
     if identity in above:
@@ -127,7 +130,7 @@ def _identity(folder: Path) -> Identity:
 
 
 def _count_skipped(folder: Path, skipped: Counter[str]) -> None:
-    """Count the files below a hidden or system folder, without following links."""
+    """Count the files below a hidden or system folder in `skipped`, without following links."""
     kind = HIDDEN if folder.name.startswith(".") else f"file in a system folder ({folder.name})"
     for _, _, names in os.walk(folder):
         if names:

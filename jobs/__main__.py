@@ -22,7 +22,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -311,7 +312,8 @@ def main(arguments: list[str] | None = None) -> int:
             from jobs.json_output import print_document  # people do not need it
 
             return print_document(words, partial(execute, words), partial(explained, words=words))
-        answer = execute(words)
+        with prepared(words) as run_command:
+            answer = as_answer(run_command())
         for line in answer.lines():
             print(line) if answer.is_table else echo(line)
         return answer.code
@@ -334,9 +336,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def execute(words: Sequence[str]) -> Answer:
-    """Run a command and return its answer. Raises typer.Exit after --help."""
+    """Run a command and return its answer. Raises typer.Exit after the text of --help has been printed."""
+    with prepared(words) as run_command:
+        return as_answer(run_command())
+
+
+@contextmanager
+def prepared(words: Sequence[str]) -> Iterator[Callable[[], object]]:
+    """Parse the arguments, and yield a function that runs the command. Raises typer.Exit after --help."""
     if words[0] == "--version":
-        return version()
+        yield version
+        return
     parser = LazyGroup(COMMANDS, "patchline", help="Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES)
     parser.params += get_install_completion_arguments()
     if "_PATCHLINE_COMPLETE" in os.environ:
@@ -345,9 +355,15 @@ def execute(words: Sequence[str]) -> Answer:
     with parser.make_context(program(), list(words), obj=COMMANDS) as context:
         if not STREAMS.intersection(words[:1]):
             activity.now(f"{' '.join(words[:1])}: starting …")
-        answer = parser.invoke(context)
+        yield partial(parser.invoke, context)
+
+
+def as_answer(result: object) -> Answer:
+    """Return the answer of a command; some commands return only an exit code, or nothing."""
     activity.end()
-    return answer if isinstance(answer, Answer) else Answer({}, code=answer or ExitCode.DONE)
+    if isinstance(result, Answer):
+        return result
+    return Answer({}, code=result if isinstance(result, int) else ExitCode.DONE)
 
 
 def version() -> Answer:
@@ -364,7 +380,7 @@ def version_lines(document: Document) -> list[str]:
 
 
 def usage_message(error: TyperException, words: Sequence[str]) -> str:
-    """Return the message of a usage error, with hints."""
+    """Return the message of a usage error, with hints on how to correct the command."""
     context = getattr(error, "ctx", None)
     # typer parses values with pydantic, which adds "Value error," and puts each choice on a separate line.
     message = " ".join(error.format_message().replace("Value error, ", "").split())
@@ -411,7 +427,7 @@ def missing_extra(error: ImportError) -> Exception:
 
 
 def explained(error: Exception, words: Sequence[str]) -> tuple[Exception, str]:
-    """Return the error to report, which has the exit code, and its message; describe unexpected exceptions as bugs."""
+    """Return the error that determines the exit code, and its message; describe unexpected exceptions as bugs."""
     if isinstance(error, TyperException):
         error = UsageError(usage_message(error, words))
     if isinstance(error, ImportError):
@@ -427,7 +443,7 @@ def explained(error: Exception, words: Sequence[str]) -> tuple[Exception, str]:
 
 
 def report(error: Exception, words: Sequence[str]) -> int:
-    """Print an error's message to stderr, after a usage error also the command's usage; return the exit code."""
+    """Print an error's message to stderr, for a usage error after the command's usage; return the exit code."""
     if "--debug" in words and not isinstance(error, TyperException):
         traceback.print_exc()
     context = getattr(error, "ctx", None)

@@ -1,12 +1,12 @@
-"""The answer of a command: one document, and the function that renders it as lines for people.
+"""The answer of a command: a document, and the function that renders it as lines for people.
 
     return Answer({"jobs": [{"id": "digits-001-4f1a", "status": "RUNNING"}]}, job_lines)
 
     patchline list           digits-001-4f1a RUNNING           the lines of job_lines(document)
     patchline list --json    {"schema": "list.1", "code": 0, "jobs": [{"id": "digits-001-4f1a", …}]}
 
-Both outputs come from the same document: `render` gets nothing else. tests/test_jobs/test_answer.py checks that the
-lines rendered from the parsed JSON are the lines that the command prints. The fields of each document are in
+Both outputs come from the same document: `render` has no other argument. tests/test_jobs/test_answer.py checks that the
+lines rendered from the parsed JSON equal the lines that the command prints. The fields of each document are in
 docs/schemas; a field is never renamed or removed without a new version of the schema.
 """
 
@@ -19,17 +19,17 @@ Step: TypeAlias = dict[str, Any]  # what to do next after an error; see docs/sch
 
 
 def report_lines(document: Document) -> list[str]:
-    """Return the lines of a document's report, for documents whose facts a person reads as a text."""
+    """Return the lines in a document's entry "report", for documents that contain their text for people."""
     lines: list[str] = document["report"]
     return lines
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A command's result: strings, numbers, booleans, lists and mappings, and the function that renders them.
+    """A command's result: a document of plain values, and the function that renders it.
 
-    Without `render`, the command has already printed its lines, as `run` does. A document that only --json needs can
-    be a function that returns it.
+    If `render` is None, the command has already printed its lines, as `run` does. If only --json needs the document,
+    `document` can be a function that returns it.
     """
 
     document: Document | Callable[[], Document]

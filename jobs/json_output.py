@@ -13,10 +13,10 @@
     repeat    repeat the command that failed, after what `text` says
     edit      in the file `path`, replace the word `replace` with `by`, then repeat the command that failed
     fix       outside Patchline, provide what `need` names (FIXES), at `path` or under `name`; then repeat the command
-    read      a person decides; `text` says between what
+    read      a person must read `text` and decide
 
-All steps are derived here from the lines of the error's message, whose form is described in data/errors.py. An error
-passes through several processes and checks as a text, so the text is the only thing that arrives everywhere.
+All steps are derived here from the lines of the error's message, whose form is described in data/errors.py. Errors pass
+between processes as text, so the message is the only information that is always available.
 """
 
 import contextlib
@@ -83,22 +83,27 @@ def print_document(
     with stdout_as_stderr() as stdout:
         try:
             answer = execute()
-            document: Document = {
-                "schema": f"{name_of(words)}.{answer.version}",
-                "code": answer.code,
-                **answer.content(),
-            }
+            code = answer.code
+            schema = f"{name_of(words)}.{answer.version}"
+            text = as_json({"schema": schema, "code": code, **answer.content()})
         except KeyboardInterrupt as interrupt:
-            document = error_document(interrupt, str(interrupt) or "interrupted", words)
+            code = exit_code(interrupt)
+            text = as_json(error_document(interrupt, str(interrupt) or "interrupted", words))
         except Exception as error:
             if "--debug" in words:
                 traceback.print_exc()
             error, message = explain(error)
             write_last(f"error: {message}")
-            document = error_document(error, message, words)
-        stdout.write(json.dumps(plain(document), ensure_ascii=False, allow_nan=False) + "\n")
+            text = as_json(error_document(error, message, words))
+            code = exit_code(error)
+        stdout.write(f"{text}\n")
         stdout.flush()
-    return int(document["code"])
+    return code
+
+
+def as_json(document: Document) -> str:
+    """Return a document as one line of JSON."""
+    return json.dumps(plain(document), ensure_ascii=False, allow_nan=False)
 
 
 @contextlib.contextmanager
@@ -126,7 +131,7 @@ def name_of(words: Sequence[str]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert a document to JSON's types: paths become strings, and NaN and infinity null."""
+    """Convert a document to JSON types: paths become strings, and NaN and infinity become null."""
     if isinstance(value, dict):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset | Iterator):
@@ -142,7 +147,7 @@ def plain(value: Any) -> Any:
 
 
 def error_document(error: BaseException, message: str, words: Sequence[str]) -> Document:
-    """Return the document of an error; `message` has a line each for the problem, the expectation and the remedy."""
+    """Return an error's document, derived from the lines of `message`: the problem, what was expected, and a remedy."""
     what, *rest = [line.strip() for line in as_typed(message).splitlines() if line.strip()] or [type(error).__name__]
     stage = STAGE.match(what)
     section = stage[1] if stage is not None else ""
@@ -176,7 +181,7 @@ def error_document(error: BaseException, message: str, words: Sequence[str]) -> 
 
 
 def fixes(what: str, rest: Sequence[str]) -> list[Step]:
-    """Return a step for each thing that is missing outside Patchline."""
+    """Return a step for each resource that must be provided outside Patchline, such as disk space or a permission."""
     steps: list[Step] = []
     for need, field, pattern in FIXES:
         for line in (what, *rest):
@@ -191,7 +196,10 @@ def fixes(what: str, rest: Sequence[str]) -> list[Step]:
 
 
 def settings(line: str, words: Sequence[str], section: str) -> list[Step]:
-    """Return a step for each option or override in a line: the typed command with it; `section` is the failed stage."""
+    """Return a step for each option or override in a line: run the typed command with this option or override.
+
+    Overrides without a section apply to `section`, the stage that failed.
+    """
     changed = []
     nearest = NEAREST.search(line)
     if nearest is not None:
@@ -211,7 +219,7 @@ def settings(line: str, words: Sequence[str], section: str) -> list[Step]:
 
 
 def advice(line: str) -> list[Step]:
-    """Return the steps that a line of a message describes; an empty list if the line gives a reason."""
+    """Return the steps that a line of a message recommends; an empty list if the line only gives a reason."""
     commands = commands_in(line)
     if commands:
         return [{"do": "first", "command": command, "text": line} for command in commands]
@@ -223,12 +231,12 @@ def advice(line: str) -> list[Step]:
 
 
 def typed(words: Sequence[str]) -> str:
-    """Return a command line of ours with these arguments."""
+    """Return a Patchline command line with these arguments."""
     return shlex.join([*program().split(), *words])
 
 
 def commands_in(line: str) -> list[str]:
-    """Return the commands of ours in a line, without the text after them and without those that have placeholders.
+    """Return the Patchline commands in a line, except for commands with placeholders such as RECIPE.
 
     A command ends at the end of the line, or at a word that ends with a comma or a semicolon.
     """
@@ -250,12 +258,12 @@ def commands_in(line: str) -> list[str]:
 
 
 def similarity(first: str, second: str) -> float:
-    """Return how similar two words are, from 0 to 1."""
+    """Return the similarity of two words, from 0 to 1."""
     return difflib.SequenceMatcher(None, first.lower(), second.lower()).ratio()
 
 
 def corrections(line: str, words: Sequence[str]) -> list[Step]:
-    """Return a step for "did you mean …?": the typed command, or the recipe file, with the right word."""
+    """Return a step for "did you mean …?": correct the misspelled word in the typed command or in the recipe."""
     suggested = SUGGESTED.search(line)
     if suggested is None:
         return []

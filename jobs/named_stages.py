@@ -77,7 +77,7 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     """Return the folder of the newest stage at RUN or RUN/STAGE with the file `needs`; return other paths unchanged.
 
     Weights and data sets come only from finished stages. `typed` is the user's argument, if it differs from `path`.
-    Raises DataError if no stage has the file, and UsageError if `one_name` is set and stages with different names have
+    Raises DataError if no stage has the file, or UsageError if `one_name` is set and stages with different names have
     the file; both messages list the stages.
     """
     folder = Path(path)
@@ -135,7 +135,7 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
 
 
 def resume_command(run: Path) -> str:
-    """Return the last command on a run, which resumes it, or a general one if the last cannot be used again."""
+    """Return the command that resumes a run: the run's last command, or a general one if that cannot be repeated."""
     command = "python -m jobs run RECIPE"
     with suppress(OSError, ValueError, KeyError):
         status = json.loads((run / "status.json").read_text())
@@ -162,7 +162,10 @@ def not_finished(stage: StageFolder) -> DataError:
 
 
 def find_set(path: str) -> str:
-    """Resolve RUN/STAGE/SET to the folder of the data set; return other paths unchanged. Raises DataError."""
+    """Resolve RUN/STAGE/SET to the folder of the data set; return other paths unchanged.
+
+    Raises DataError if no finished stage has packed the data set.
+    """
     folder = Path(path)
     stage = folder.parent
     if "://" in path or folder.exists() or not (stages_in(stage) or stages_in(stage.parent)):

@@ -109,7 +109,7 @@ class Lease:
     """This command's lease on a run: inside `with Lease(storage, log):`, the command owns the run.
 
     Entering the block raises RunOwned if another command owns the run, ConfigError if the run directory cannot be
-    created, and StorageError if the storage does not respond or does not support exclusive creation of files.
+    created, or StorageError if the storage does not respond or does not support exclusive creation of files.
     """
 
     def __init__(self, storage: Storage, log: Log) -> None:
@@ -160,7 +160,10 @@ class Lease:
             )
 
     def take(self) -> None:
-        """Acquire the lease, and with it the run. Raises RunOwned if another owner is alive, and StorageError."""
+        """Acquire the lease, and with it the run.
+
+        Raises RunOwned if another owner is alive, or StorageError or OSError if the storage fails.
+        """
         # 1. In a store without conditional writes, two commands could create the same number.
         self.storage.check_exclusive_create(f"{ATTEMPTS}/{0:06d}.json")
         while True:
@@ -189,9 +192,9 @@ class Lease:
         self.storage.delete(older)
 
     def check(self) -> None:
-        """Raise RunOwned if another command has taken over the run; send this process a signal if a stop was requested.
+        """Raise RunOwned if another command has taken over the run; send this process SIGTERM if a stop was requested.
 
-        Raises StorageError, OSError.
+        Raises StorageError or OSError if the storage fails.
         """
         seen = newest_lease(self.storage)
         if seen is not None and seen.number > self.number:
@@ -223,7 +226,10 @@ class Lease:
             self.check()
 
     def renew(self, *, is_released: bool = False) -> None:
-        """Rewrite this lease's file as a sign that the command is alive. Raises StorageError, OSError."""
+        """Rewrite this lease's file as a sign that the command is alive.
+
+        Raises StorageError or OSError if the storage fails.
+        """
         self.record["renewals"] += 1
         self.record["is_released"] = is_released
         self.storage.renew(LEASE.format(self.number), self.content())
@@ -267,7 +273,10 @@ class Lease:
 
 
 def newest_lease(storage: Storage) -> SeenLease | None:
-    """Return the newest lease of a run; None if there has never been a lease. Raises StorageError, OSError."""
+    """Return the newest lease of a run; None if there has never been a lease.
+
+    Raises StorageError or OSError if the storage fails.
+    """
     seen: SeenLease | None = None
     for _ in range(READ_ATTEMPTS):
         names = storage.list(LEASES)
@@ -290,7 +299,7 @@ def newest_lease(storage: Storage) -> SeenLease | None:
 def holder_state(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> tuple[State, SeenLease | None]:
     """Return whether a run has a live owner, and its newest lease; if unclear, watch the lease for `periods` renewals.
 
-    `log` reports this wait. Raises StorageError, OSError.
+    `log` reports this wait. Raises StorageError or OSError if the storage fails.
     """
     seen = newest_lease(storage)
     if seen is None or seen.is_released:
@@ -420,7 +429,7 @@ def check_run_path(run: Path) -> None:
 def claim_attempt(storage: Storage, stage: str = "") -> int:
     """Claim the next attempt number of a run by creating a file such as attempts/000007.json; return the number.
 
-    `stage` is the folder name of the attempt's stage. Raises StorageError, OSError.
+    `stage` is the folder name of the attempt's stage. Raises StorageError or OSError if the storage fails.
     """
     claim = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "stage": stage}
     # If another process creates the same number first, read the newest number again.

@@ -1,4 +1,4 @@
-"""Show the progress of a command that takes long: a bar on a terminal, and a line every few seconds elsewhere.
+"""Show the progress of a long-running command: a bar on a terminal, or else a line every few seconds.
 
 progress = ProgressMeter("samples", total=60_000)
 progress(1_200, "3 shards")        1.2k of 60.0k samples  3 shards  240/s  eta 4m05s

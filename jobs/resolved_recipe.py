@@ -117,6 +117,13 @@ class StageKind:
         """Check a stage before it runs: raise an exception for an error, and yield all other results."""
         return ()
 
+    def ways_to_train_longer(self, stage: "Stage", before: Mapping[str, Any], available: "Available") -> Iterable[str]:
+        """Return commands that train a stage for more steps; `before` has the "forbid" fields of its earlier start.
+
+        Each command is followed by a description of its effect. Called if only the length of the stage has changed.
+        """
+        return ()
+
     def check_outputs(self, stage: "Stage", available: "Available") -> Iterable["CheckResult"]:
         """Check the outputs of a finished stage, in addition to the digests of its files."""
         return ()
@@ -148,7 +155,7 @@ class StageKind:
         return {}
 
     def values(self, folder: Path) -> Mapping[str, object]:
-        """Return the values that a finished stage has determined for other stages, without undetermined ones."""
+        """Return the values that a finished stage has determined for other stages, by name."""
         return {}
 
     def value_in_words(self, cfg: Any, name: str) -> str:
@@ -158,11 +165,11 @@ class StageKind:
     def check_parent(self, stage: "Stage", parent: "Stage", available: "Available") -> None:
         """Check a parent stage, whose output this stage reads, before the parent runs.
 
-        Raises ConfigError or DataError.
+        Raises ConfigError or DataError if this stage could not use the parent's output.
         """
 
     def check_campaign(self, campaign: "Campaign") -> None:
-        """Check a campaign whose stages have passed their checks. Raises ConfigError."""
+        """Raise ConfigError if a campaign cannot run although each of its stages has passed its checks."""
 
     def make_absolute(
         self, name: str, section: dict[str, Any], patterns: Sequence[str], absolute: "MakeAbsolute"
@@ -273,7 +280,10 @@ class Campaign:
         return open_storage(self.run, self.remote)
 
     def stage(self, name: str) -> Stage:
-        """Return the stage with this name. Raises ConfigError, which suggests the most similar name."""
+        """Return the stage with this name.
+
+        If there is no such stage, raises ConfigError, which suggests the most similar name.
+        """
         for stage in self.stages:
             if stage.name == name:
                 return stage
@@ -419,7 +429,7 @@ class Available:
         return self.readers_of[stage.name]
 
     def made(self, values: Collection[str]) -> list[Index]:
-        """Return the indexes of the existing data sets among `values`."""
+        """Return the loaded index of each data set in `values` that exists."""
         indexes = []
         for value in values:
             index = self.index(value)

@@ -187,7 +187,10 @@ def subset_rule(cfg: SetConfig) -> Rule:
 
 
 def known_set(cfg: SetConfig) -> Archive | None:
-    """Return the published data set named by a source; None for the user's own images. Raises DataError."""
+    """Return the published data set named by a source; None for the user's own images.
+
+    Raises DataError if the extra with the published data sets is missing, or if a table that it needs is invalid.
+    """
     if cfg.source in USER_SOURCES:
         return None
     wnids = None
@@ -207,8 +210,8 @@ def known_set(cfg: SetConfig) -> Archive | None:
 def numberings_of(sets: Mapping[str, SetConfig], log: Callable[[str], None]) -> dict[str, Numbering]:
     """Return a class numbering per data set, in which a class has the same id everywhere; log renumbered data sets.
 
-    The result excludes unlabelled data sets, and subsets, which keep the numbering of their parent. Raises DataError
-    (see `numbering_of`).
+    The result excludes unlabelled data sets, and subsets, which keep the numbering of their parent. Raises DataError if
+    a data set has classes missing from its numbering (see `numbering_of`).
     """
     packed_sets = {}
     for name, cfg in sets.items():
@@ -274,8 +277,8 @@ def reader_of(cfg: SetConfig, function: str) -> Callable[..., Any]:
 def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, giver: str = "") -> Numbering:
     """Return a data set's class numbering: by `names`, by `classes_of`, like the `first` data set, or like its source.
 
-    `name` is the name of this data set, and `giver` the name of the first. Raises DataError, which lists the classes
-    missing from the numbering.
+    `name` is the name of this data set, and `giver` the name of the first. If classes are missing from the numbering,
+    raises DataError, which lists them.
     """
     own = source_names(cfg)
     target: Names = ()
@@ -302,7 +305,10 @@ def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, give
 
 
 def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
-    """Return an iterator over a data set's samples with class ids as labels. Raises DataError (see `source_names`)."""
+    """Return an iterator over a data set's samples with class ids as labels.
+
+    Raises DataError if the source does not exist.
+    """
     if cfg.source == "digits":
         return numbered(digits(train=cfg.split == "train", image_size=cfg.image_size), numbering)
     check_paths(cfg)

@@ -64,7 +64,7 @@ class LiveBar:
         self.rich.start()
 
     def update(self, done: int, total: int | None, text: str) -> None:
-        """Update the bar; without a total, it pulses."""
+        """Update the bar; if `total` is None, the bar pulses."""
         from pipeline.values import amount  # imports models, which would slow down --help
 
         # rich stops the clock of a completed task: restart it for the next task.
@@ -288,7 +288,10 @@ def handle_of(stream: TextIO | None) -> int | None:
 
 
 def write_all(handle: int, content: bytes) -> None:
-    """Write all bytes to a file descriptor, bypassing Python's streams; may block forever. Raises OSError."""
+    """Write all bytes to a file descriptor, bypassing Python's streams; may block forever.
+
+    Raises OSError if the write fails.
+    """
     while content:
         try:
             content = content[os.write(handle, content) :]

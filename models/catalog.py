@@ -195,7 +195,7 @@ def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: s
         elif shape != expected[name]:
             wrong.append(f"{name} is {shape_text(shape)}, expected {shape_text(expected[name])}")
     if wrong:
-        raise ValueError(f"weights do not fit this {family} model, {len(wrong)} keys: " + "; ".join(wrong))
+        raise ValueError(f"weights do not fit this {family} model because of {len(wrong)} keys: " + "; ".join(wrong))
 
 
 def check_finite(weights: dict[str, Tensor]) -> None:

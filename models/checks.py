@@ -18,7 +18,7 @@ def pair(name: str, value: object) -> tuple[int, int]:
     if isinstance(value, list | tuple):
         values = tuple(value)
     if len(values) != 2 or not all(map(is_integer, values)):
-        raise ValueError(f"{name} must be one positive whole number or two, found {value!r}")
+        raise ValueError(f"{name} must be one or two positive integers, found {value!r}")
     return int(values[0]), int(values[1])
 
 

@@ -8,8 +8,8 @@ How a name becomes a config:
     config_of("mu/8", image_size=16, classes=5)   ViTConfig(image_size=(16, 16), patch=(8, 8), classes=5, width=32, ...)
     to_dict(config)                               {"family": "vit", "image_size": (16, 16), "patch": (8, 8), ...}
 
-The modules are in vit.py, resnet.py and extras/masked.py. This file does not import torch, which takes a second, so
-that a recipe with a wrong key fails before that.
+The modules are in vit.py, resnet.py and extras/masked.py. This file does not import torch, because that takes a second,
+and a recipe with a wrong key should fail sooner.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ ConfigFields = dict[str, Any]  # unchecked field values by name, as given by a u
 
 
 def stem_stride(units: tuple[int, ...] | None) -> int:
-    """Return the number of image pixels per pixel of the stem's output map, along each axis; 1 without a stem."""
+    """Return the number of image pixels per pixel of the stem's output, along each axis; 1 if there is no stem."""
     # The root halves the map twice, and each stage after the first halves it once.
     if units is None:
         return 1
@@ -172,7 +172,7 @@ class ViTConfig:
         checks.at_least(self, 1, ("width", "depth", "mlp", "heads", "stem_width"))
         checks.at_least(self, 0, ("classes", "registers"))
         if self.stem is not None and not all(map(checks.is_integer, self.stem)):
-            raise ValueError(f"stem must name at least one unit for each stage, found {self.stem}")
+            raise ValueError(f"stem must have at least one unit in each stage, found {self.stem}")
         checks.multiple("stem_width", self.stem_width, GROUPS, f"{GROUPS} groups")
         # A rate of 1 would drop everything, so 1 is excluded.
         for name in ("dropout", "drop_path"):
@@ -184,7 +184,7 @@ class ViTConfig:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_default = name != "norm_eps" and value is None
             if not is_default and not (is_number and 0 <= value < math.inf):
-                raise ValueError(f"{name} must be a number of 0 or more, found {value!r}")
+                raise ValueError(f"{name} must be a finite number of at least 0, found {value!r}")
         for name in ("pixel_mean", "pixel_std"):
             values = getattr(self, name)
             is_valid = len(values) == 3 and all(isinstance(value, int | float) for value in values)
@@ -202,11 +202,13 @@ class ViTConfig:
         if self.rope != "none":
             checks.multiple("channels of a head", self.width // self.heads, 4, "4 parts of a rotation")
         if self.rope_grid is not None and (self.rope == "none" or ROPES[self.rope][0] != "index"):
-            raise ValueError(f"rope_grid requires a rope with coordinates in patches, found rope={self.rope}")
+            raise ValueError(f"rope_grid requires a rope whose coordinates are patch indices, found rope={self.rope}")
         if self.pool_prefix and self.pool == "token":
-            raise ValueError("pool_prefix requires mean or MAP pooling, found pool=token")
+            raise ValueError("pool_prefix requires pool=gap or map, found pool=token")
         if self.activation == "swiglu" and self.pool == "map":
-            raise ValueError("the MAP head has no SwiGLU: set pool=token or gap, or another activation")
+            raise ValueError(
+                "the MAP head does not support activation=swiglu; set pool=token or gap, or choose another activation"
+            )
         # sincos2d has four parts: sin and cos of x and of y. learned2d has two: tables of x and of y.
         if self.positions == "sincos2d":
             checks.multiple("width", self.width, 4, "4 position parts")
@@ -259,9 +261,15 @@ class AxialConfig(ViTConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prefix_tokens:
-            raise ValueError(f"an Axial ViT has no prefix tokens; set pool=gap or map, registers=0: found {self}")
+            raise ValueError(
+                f"an Axial ViT has no prefix tokens; expected pool=gap or map and registers=0, found pool={self.pool} "
+                f"and registers={self.registers}"
+            )
         if self.positions == "relative" or self.rope != "none":
-            raise ValueError("relative and rotary positions need a sequence; an Axial ViT supports the added tables")
+            raise ValueError(
+                "an Axial ViT supports only absolute positions, which are added to the patches; expected rope=none and "
+                f"no relative positions, found rope={self.rope} and positions={self.positions}"
+            )
 
 
 @dataclass(frozen=True)
@@ -281,11 +289,19 @@ class MaskedConfig(ViTConfig):
         # The loss reads tokens before pooling, so a MAP head or a tanh layer would never get a gradient.
         checks.choices(self, {"target": (*CELLS, "pixels"), "pool": ("token", "gap")})
         if self.representation:
-            raise ValueError(f"a masked model has no classifier: remove representation={self.representation}")
+            raise ValueError(
+                f"a masked model has no classifier, so it cannot have representation={self.representation}; remove "
+                "this field"
+            )
         if self.last_norm == "pooled":
-            raise ValueError("a masked model does not pool: set last_norm=tokens or none, found last_norm=pooled")
+            raise ValueError(
+                "a masked model does not pool its tokens; expected last_norm=tokens or none, found last_norm=pooled"
+            )
         if not 0 < self.corrupted <= 1 or not 0 <= self.masked + self.swapped <= 1:
-            raise ValueError(f"corrupted must be in (0, 1] and masked + swapped at most 1, found {self}")
+            raise ValueError(
+                "corrupted must be in (0, 1], and masked + swapped must be in [0, 1]; found "
+                f"corrupted={self.corrupted}, masked={self.masked} and swapped={self.swapped}"
+            )
         # A single patch has no other patch to swap with.
         if math.prod(self.grid) < 2:
             raise ValueError(f"masked prediction needs at least 2 patches, found a grid of {self.grid}")
@@ -298,7 +314,7 @@ class MaskedConfig(ViTConfig):
 
     @classmethod
     def around(cls, source: ModelConfig) -> MaskedConfig:
-        """Return the config of a masked model built around a plain ViT, without the ViT's head and pooling.
+        """Return the config of a masked model built around a plain ViT, whose head and pooling are not used.
 
         Raises ValueError with the reason if masked prediction cannot start from this model.
         """
@@ -343,7 +359,7 @@ class BiTConfig:
         checks.at_least(self, 1, ("width",))
         checks.multiple("width", self.width, GROUPS, f"{GROUPS} groups")
         if not self.units or not all(map(checks.is_integer, self.units)):
-            raise ValueError(f"units must name at least one unit for each stage, found {self.units}")
+            raise ValueError(f"units must have at least one unit in each stage, found {self.units}")
 
     def with_new_head(self) -> BiTConfig:
         """Return the config with a new head; the head of a ResNet is a single layer, so nothing changes."""
@@ -381,7 +397,10 @@ VIT_KINDS: dict[str | None, type[ViTConfig]] = {  # by the prefix of the size in
 
 
 def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> ModelConfig:
-    """Return the config for a model name, with fields overridden by `config`; ValueError for a bad name or value."""
+    """Return the config for a model name, with fields overridden by `config`.
+
+    Raises ValueError if the name is unknown or a value is invalid.
+    """
     parts = NAME.fullmatch(name)
     if parts is None:
         # Handles names such as S16, ViT-S, and timm's vit_small_patch16_224.
@@ -392,7 +411,8 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
             nearest = f"; did you mean {SPELT_SIZES.get(word, word.title())}/{close[2] or 16}?"
         raise ValueError(
             f"{name} is not a model name{nearest}\n"
-            "  expected a size and a patch, such as B/16; or R50+B/16, BiT-R50x1, Axial-B/32, Masked-B/16"
+            "  expected a size and a patch size, such as B/16, R50+B/16, Axial-B/32 or Masked-B/16; or a ResNet, such "
+            "as BiT-R50x1"
         )
     # The caller's fields come last in each merge, so that they override those of the name.
     caller_fields = {"image_size": image_size, "classes": classes, **config}
@@ -401,14 +421,14 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
         layers = int(parts["resnet"])
         if layers not in UNITS:
             known = ", ".join(f"BiT-R{depth}" for depth in UNITS)
-            raise ValueError(f"{parts[0]!r}: no ResNet has {parts['resnet']} layers; known: {known}")
+            raise ValueError(f"{parts[0]!r}: there is no ResNet with {parts['resnet']} layers; expected one of {known}")
         named: ConfigFields = {"units": UNITS[layers], "width": 64 * int(parts["factor"])}
         return checked(BiTConfig, {**named, **caller_fields})
 
     # "B/16", "Axial-B/32" or "R50+B/16", in which 16 is the total stride.
     size = parts["size"]
     if size not in SIZES:
-        raise ValueError(f"{parts[0]!r}: no size {size!r}{did_you_mean(size, SIZES)}")
+        raise ValueError(f"{parts[0]!r}: unknown size {size!r}{did_you_mean(size, SIZES)}")
     width, depth, mlp, heads = SIZES[size]
     named = {"width": width, "depth": depth, "mlp": mlp, "heads": heads, "patch": int(parts["patch"])}
     if parts["stem"]:
@@ -416,7 +436,7 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
         stem = (parts["stem"], int(parts["patch"]))
         if stem not in STEMS:
             known = ", ".join(f"{prefix}+{size}/{stride}" for prefix, stride in STEMS)
-            raise ValueError(f"{parts[0]!r}: no such stem; known: {known}")
+            raise ValueError(f"{parts[0]!r}: unknown stem or stride; expected one of {known}")
         named["stem"], named["patch"] = STEMS[stem]
     return checked(VIT_KINDS[parts["kind"]], {**named, **caller_fields})
 
@@ -457,7 +477,7 @@ def from_dict(values: Mapping[str, object]) -> ModelConfig:
     config_fields = dict(values)
     family = config_fields.pop("family", None)
     if not isinstance(family, str) or family not in CONFIGS:
-        raise ValueError(f"unknown model family {family!r}; known: {', '.join(CONFIGS)}")
+        raise ValueError(f"unknown model family {family!r}; expected one of {', '.join(CONFIGS)}")
     return checked(CONFIGS[family], config_fields)
 
 
@@ -492,7 +512,7 @@ def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
 
 
 def keeps_head(source: ModelConfig, target: ModelConfig, new_head: bool) -> bool:
-    """Return whether a transfer keeps the source's head, and so the meaning of its outputs."""
+    """Return whether a transfer keeps the source's head, and therefore the meaning of its outputs."""
     if new_head or source.family != target.family:
         return False
     return all(getattr(source, name) == getattr(target, name) for name in source.head_fields)

@@ -127,9 +127,9 @@ class Relative(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary positions (Su et al. 2021), in the variant of the config: angles by which channel pairs of q and k turn.
+    """Rotary positions (Su et al. 2021), in the config's variant: the angles by which channel pairs are rotated.
 
-    Prefix tokens do not turn. Nothing depends on the image size: the angles of another size are computed, not resized.
+    Prefix tokens are not rotated. Nothing depends on the image size: angles for another size are computed, not resized.
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -211,7 +211,7 @@ def cos_and_sin(rope: str, angles: Tensor, prefix: int) -> Rotation:
 
 
 def rotate(x: Tensor, rotation: Rotation, rope: str) -> Tensor:
-    """Turn the channel pairs of queries or keys (B, H, T, d) by the angles of their tokens."""
+    """Rotate the channel pairs of queries or keys (B, H, T, d) by the angles of their tokens."""
     cos, sin = rotation
     # Each channel pair (a, b) becomes (a cos - b sin, b cos + a sin).
     if ROPES[rope][4] == "halves":
@@ -286,7 +286,8 @@ def shrinking(grid: Grid, smaller: Grid, device: torch.device | None = None) -> 
 def resize_relative(table: Tensor, old_grid: Grid, new_grid: Grid, slots: int, new_slots: int) -> Tensor:
     """Resize the table of `Relative`: read each new offset at its (rows, columns) position on the old grid.
 
-    A row-major offset means dy = round(offset / columns) rows and dx columns for the rest; corners stay aligned.
+    A row-major offset is a step of dy = round(offset / columns) rows and dx = offset − dy · columns columns. The
+    corners of the two grids stay aligned.
     """
     # Resizing the table as a flat list would change the meaning of offsets such as "one row down" (docs/models.md).
     old_reach = slots + math.prod(old_grid) - 1

@@ -95,7 +95,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 class QVBiasLinear(nn.Linear):
-    """One packed projection for q, k and v in which k has no bias: `bias` (2 D) belongs to q, then v."""
+    """One packed projection for q, k and v, without a bias for k: `bias` (2 D) contains those of q and v."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 3 * width, bias=False)
@@ -239,7 +239,7 @@ class DropPath(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); `queries` limits it to that many first tokens."""
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); returns only the first `queries` tokens if set."""
 
     is_repeated = True  # for models.blocks
 
@@ -363,8 +363,8 @@ class ViT(nn.Module):
         if channels != 3 or tuple(size) not in (self.config.image_size, *self.smaller_sizes):
             expected = ", ".join(map(str, self.config.image_size))
             raise ValueError(
-                f"images are {tuple(images.shape)}, this model takes (batch, 3, {expected}); resize them, or "
-                "transfer the weights to another size with models.transfer"
+                f"images have the shape {tuple(images.shape)}, expected (batch, 3, {expected}); resize them, or "
+                "transfer the weights to another image size with models.transfer"
             )
         if self.stem is not None:
             images = self.stem(images)
@@ -382,9 +382,9 @@ class ViT(nn.Module):
     ) -> Tensor:
         """Map patch embeddings to tokens (B, T, D) after the last norm, prefix tokens first.
 
-        With `queries`, return only that many first tokens; the last block does not compute the others. `grid` is the
-        patch grid if the images are smaller than the config's. `kept` (B, K) are the patches to keep after positions
-        are added; None keeps all.
+        With `queries`, return only the first `queries` tokens; the last block does not compute the others. `grid` is
+        the patch grid if the images are smaller than the config's. `kept` (B, K) are the patches to keep after
+        positions are added; None keeps all.
         """
         # Recomputing only helps a backward pass.
         recompute = self.training and torch.is_grad_enabled()

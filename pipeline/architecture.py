@@ -79,14 +79,16 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
     require(
         (model.family == "masked") == is_masked,
         f"objective {cfg.objective} cannot train a model of family {model.family}\n"
-        "  objective=masked requires a masked model, such as model.name=Masked-B/16; no other objective can train one",
+        "  objective=masked requires a masked model, such as model.name=Masked-B/16; other objectives require another "
+        "model",
     )
     if source is not None:
         try:
             models.check_architecture(source, model)
         except ValueError as error:
             raise ConfigError(
-                f"model: {error}\n  remove these keys, and the name, from `model`: the weights of init define them"
+                f"model: {error}\n"
+                "  remove these keys and the name from `model`, because the weights of init determine them"
             ) from None
         # The bias of the initial weights, for example −10, only suits their classes and loss.
         if "head_bias" not in cfg.model and not models.keeps_head(source, model, cfg.new_head):
@@ -102,12 +104,14 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
     """
     height, width = model.image_size
     require(
-        height == width, f"{key}.image_size is {height}×{width}, expected a square, because training crops are square"
+        height == width,
+        f"{key}.image_size is {height}×{width}, expected equal sides, because training crops are square",
     )
     squash = cfg.data.augment.squash
     require(
         squash is None or squash >= height,
-        f"data.augment.squash is {squash}, smaller than the crop of {height} pixels\n  expected {height} or more",
+        f"data.augment.squash is {squash}, which is less than the crop size of {height} pixels\n"
+        f"  expected {height} or more",
     )
     cfg.check_architecture(model, key.removesuffix("model"))
     if cfg.objective == "masked":  # this objective ignores labels

@@ -60,9 +60,10 @@ def write_record(path: Path, values: Mapping[str, object]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a record and verify its digest. Raises DataError if it is truncated or altered, OSError if it is unreadable.
+    """Read a record and verify its digest.
 
-    The values are plain JSON types.
+    The values are plain JSON types. Raises DataError if the record is truncated or altered, or OSError if it is
+    unreadable.
     """
     try:
         values = unseal(path.read_bytes())
@@ -77,7 +78,10 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def read_done(folder: Path) -> dict[str, Any] | None:
-    """Return the done.json of a finished stage; None if the stage has not finished. Raises DataError."""
+    """Return the content of a stage's done.json; None if the stage has not finished.
+
+    Raises DataError if the file was altered.
+    """
     path = folder / DONE
     if not path.exists():
         return None
@@ -136,7 +140,10 @@ class DigestRecord(NamedTuple):
 
 
 def digest_record(folder: Path) -> DigestRecord | None:
-    """Return the record with the digests of a folder's files, or None if the folder has none. Raises DataError."""
+    """Return the record with the digests of a folder's files, or None if the folder has no record.
+
+    Raises DataError if the record was altered.
+    """
     for name in (DONE, PROVENANCE):
         path = folder / name
         if not path.exists():
@@ -148,7 +155,10 @@ def digest_record(folder: Path) -> DigestRecord | None:
 
 
 def recorded_sha256(folder: Path) -> str | None:
-    """Return the recorded sha256 of a folder's weights, or None if no record contains it. Raises DataError."""
+    """Return the recorded sha256 of a folder's weights, or None if no record contains it.
+
+    Raises DataError if the record was altered.
+    """
     covering = digest_record(folder)
     if covering is None or WEIGHTS not in covering.files:
         return None
@@ -184,10 +194,12 @@ def check_file(path: Path, expected: FileRecord, covering: DigestRecord) -> File
         raise altered(path, f"it is missing, although {covering.path.name} lists it", covering)
     actual = digest_of(path)
     if actual["bytes"] != expected["bytes"]:
-        difference = f"it has {actual['bytes']} bytes; {covering.path.name} lists {expected['bytes']}"
+        difference = f"it has {actual['bytes']} bytes, but {covering.path.name} lists {expected['bytes']}"
         raise altered(path, difference, covering)
     if actual["sha256"] != expected["sha256"]:
-        difference = f"its sha256 is {actual['sha256'][:12]}…; {covering.path.name} lists {expected['sha256'][:12]}…"
+        difference = (
+            f"its sha256 is {actual['sha256'][:12]}…, but {covering.path.name} lists {expected['sha256'][:12]}…"
+        )
         raise altered(path, difference, covering)
     return actual
 
@@ -203,7 +215,7 @@ def check_weights(folder: Path, log: Callable[[str], None]) -> CheckedWeights:
     """Verify weights.safetensors and model.json against their recorded digests, reading each file once.
 
     Logs a line if no digests are recorded or if the verification took long. Raises DataError if a file is missing or
-    altered, OSError if it cannot be read.
+    altered, or OSError if it cannot be read.
     """
     began = time.monotonic()
     covering = digest_record(folder)
@@ -237,7 +249,8 @@ def check_weights(folder: Path, log: Callable[[str], None]) -> CheckedWeights:
 def load_weights(folder: Path) -> tuple[dict[str, "Tensor"], models.ModelConfig]:
     """Load the state dict and the model config from a folder of weights in Patchline's format.
 
-    Raises DataError if they are invalid, do not match, or contain NaN or infinity; OSError if a file is unreadable.
+    Raises DataError if the files are invalid, do not match, or contain NaN or infinity, or OSError if a file cannot be
+    read.
     """
     try:
         return models.load_weights(folder)
@@ -248,14 +261,17 @@ def load_weights(folder: Path) -> tuple[dict[str, "Tensor"], models.ModelConfig]
 def fetch_weights(storage: Storage, stage: str) -> None:
     """Download the exported weights of a finished stage to this node if necessary, and verify their digests.
 
-    Raises DataError if the stage has not finished or its files are altered. Also raises StorageError and OSError.
+    Raises DataError if the stage has not finished or its files are altered, or StorageError or OSError if the storage
+    fails.
     """
     if storage.is_shared:
         return  # every node can read the files, and the driver has already verified them
     folder = storage.local / stage
     record = storage.read(f"{stage}/{DONE}")
     if record is None:
-        raise DataError(f"{storage.address(stage)} has no {DONE}: the stage has not finished\n  run it first")
+        raise DataError(
+            f"{storage.address(stage)} has no {DONE}, because the stage has not finished\n  run the stage first"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / DONE, record)
     files: dict[str, FileRecord] = read_record(folder / DONE).get("files", {})

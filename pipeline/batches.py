@@ -209,7 +209,7 @@ def classification_loss(worker: "Worker", step: int, images: Tensor, batch: Batc
 
 
 def patches_to_keep(worker: "Worker", step: int, batch: Batch) -> list[Tensor]:
-    """Return the indices (b, K) of the patches to keep in each image, on the device; an empty list to keep all."""
+    """Return a list with a tensor (b, K): the patches to keep in each image, on the device; [] to keep all patches."""
     draw_patches = phase_at(step, worker.data.phases).draw_patches
     if draw_patches is None:
         return []

@@ -87,7 +87,8 @@ def require(condition: bool, message: str) -> None:
 def build(kind: type[Config], section: object, where: str, defaults: Config | None = None) -> Config:
     """Build a frozen config of class `kind` from its defaults and a plain section; `where` is its path in messages.
 
-    `defaults` is an instance of `kind`. Raises ConfigError naming the key, its value and what was expected.
+    `defaults` is an instance of `kind`. If a key or value is invalid, raises ConfigError, which names the key, its
+    value and what was expected.
     """
     return _filled(kind, _read_section(kind, section, where, (kind, where)), where, where, defaults)
 
@@ -97,7 +98,7 @@ def _filled(
 ) -> Config:
     """Return an instance of `kind` with these values, read by `_read_section`, and defaults for all other fields.
 
-    Raises ConfigError for a missing value, for null in place of a section, and for values that the class rejects.
+    Raises ConfigError for a missing value, for null in place of a section, or for values that the class rejects.
     """
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(kind):

@@ -110,8 +110,8 @@ class Health:
         # and no worker is left waiting in a collective.
         self.skipped_in_a_row += 1
         self.telemetry.log(
-            f"step {step}: non-finite gradient; step skipped, weights unchanged; "
-            f"this worker's first samples (epoch, shard, sample): {ids[:4]}"
+            f"step {step}: the gradient is not finite; skipped the step, the weights are unchanged; "
+            f"first samples of this worker (epoch, shard, sample): {ids[:4]}"
         )
 
     def report_spike(
@@ -182,7 +182,7 @@ class Health:
 
 
 def read_excluded(directory: Path) -> list[range]:
-    """Collective: return the excluded step ranges, which rank 0 reads from a file; an empty list without a file."""
+    """Collective: return the excluded step ranges, which rank 0 reads from a file; [] if the file does not exist."""
     # Only rank 0 reads the file: on shared storage another node may not see it yet and would train different steps.
     path = directory / EXCLUDED_STEPS
     stretches: list[list[list[int]]] = [[]]

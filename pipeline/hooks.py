@@ -105,7 +105,7 @@ class Hook:
         return ""
 
     def choose(self) -> ExportChoice | None:
-        """Choose the step whose weights to export, or None for the last; called after the last step, on rank 0 only."""
+        """Return the step whose weights are exported, or None for the last; called on rank 0 after the last step."""
         return None
 
 
@@ -121,7 +121,8 @@ def load_classes(names: Iterable[str]) -> list[type[Hook]]:
                 f"unknown hook {name}: {error}\n  expected module:Class, for example pipeline.extras.best:KeepBest"
             ) from None
         config.require(
-            isinstance(loaded, type) and issubclass(loaded, Hook), f"{name} is not a hook; expected a subclass of Hook"
+            isinstance(loaded, type) and issubclass(loaded, Hook),
+            f"{name} is not a hook; expected a subclass of pipeline.hooks.Hook",
         )
         classes.append(loaded)
     return classes

@@ -107,7 +107,8 @@ def workers_per_gpu() -> int:
     text = os.environ.get(WORKERS_PER_GPU, "1")
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(
-            f"{WORKERS_PER_GPU} is {text!r}, expected a positive whole number\n  unset it, or set it to 2, for example"
+            f"{WORKERS_PER_GPU} is {text!r}, expected a positive integer\n"
+            "  unset the variable, or set it to a number such as 2"
         )
     return int(text)
 

@@ -49,13 +49,14 @@ class ScheduleConfig:
         at_least(self, 0, "warmup_steps end shift cooldown_steps", "optim.schedule.")
         more_than_0(self, "timescale", "optim.schedule.")
         require(
-            min(self.drops, default=1) > 0, f"optim.schedule.drops is {list(self.drops)}, expected steps of 1 or more"
+            min(self.drops, default=1) > 0,
+            f"optim.schedule.drops is {list(self.drops)}, expected positive step numbers",
         )
         is_staircase = self.decay == "constant" and list(self.drops) == sorted(set(self.drops))
         require(
             is_staircase or not self.drops,
-            f"optim.schedule.drops is {list(self.drops)} with decay {self.decay}\n"
-            "  expected increasing steps, and decay: constant, for example drops: [3000, 6000, 9000]",
+            f"optim.schedule.drops is {list(self.drops)} and optim.schedule.decay is {self.decay}\n"
+            "  expected increasing steps, for example drops: [3000, 6000, 9000], and decay: constant",
         )
 
 

@@ -196,7 +196,7 @@ class MallocInfo(ctypes.Structure):
 def fetch_init(storage: Storage, init: str) -> None:
     """Collective: download the weights of another stage in this run, once per node, if the nodes share no folder.
 
-    Raises DataError if they differ from the files that the stage wrote; also raises StorageError.
+    Raises DataError if they differ from the files that the stage wrote, or StorageError if the store fails.
     """
     # A path outside the run must exist on every node; a node without it reports it as missing later.
     if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(storage.local):
@@ -400,12 +400,14 @@ def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_f
     text = code_mismatch(workers, code)
     if text:
         raise MismatchedNodes(
-            f"{text}\n  expected: the same checkout everywhere, unchanged since the command started\n"
+            f"{text}\n  expected the same checkout on all nodes, unchanged since the command started\n"
             "  run the same command again; if the node has its own checkout on PYTHONPATH, update it"
         )
     for difference in differences(workers, MUST_BE_EQUAL):
         raise MismatchedNodes(
-            f"{difference}\n  expected: the same version on all nodes\n  install the version from constraints.txt there"
+            f"{difference}\n"
+            "  expected the same version on all nodes\n"
+            "  install the version from constraints.txt on the nodes that differ"
         )
     if not is_shared:
         return
@@ -424,7 +426,8 @@ def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_f
         here = socket.gethostname()
         path = attempt_folder / name
         raise ClusterError(
-            f"{worker_name(files[name])} wrote {path}; rank 0 on {here} cannot see it after {waited_s:.0f} s\n"
+            f"{worker_name(files[name])} wrote {path}, but rank 0 on {here} still cannot see the file after "
+            f"{waited_s:.0f} s\n"
             f"  {SAME_STORAGE}"
         )
 
@@ -442,7 +445,8 @@ def log_differences(arrivals: Sequence[Arrival], claimed: float, log: Callable[[
         side = "ahead of" if skew_s > 0 else "behind"
         log(
             f"the clock of {worker_name(furthest.identity)} is {abs(skew_s):.1f} s {side} the clock of "
-            f"{worker_name(first.identity)}: times from different nodes cannot be compared; synchronise them with NTP"
+            f"{worker_name(first.identity)}, so times from different nodes cannot be compared; synchronise them with "
+            "NTP"
         )
     # The start takes an unknown time, so a clock ahead of the driver's cannot be detected.
     behind_s = claimed - first.clock_s

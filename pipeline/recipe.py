@@ -59,12 +59,12 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     variable = str(path).removeprefix(IN_ENVIRONMENT)
     is_in_environment = variable != str(path)
     if is_in_environment and variable not in os.environ:
-        raise ConfigError(f"expected a recipe in the environment variable {variable}, which is not set")
+        raise ConfigError(f"expected a recipe in the environment variable {variable}, but the variable is not set")
     try:
         text = os.environ[variable] if is_in_environment else path.read_text("utf-8-sig")
         recipe = OmegaConf.create(text)
     except FileNotFoundError:
-        raise ConfigError(f"no recipe at {path}\n  to list Patchline's recipes, run ls jobs/recipes") from None
+        raise ConfigError(f"there is no recipe at {path}\n  to list Patchline's recipes, run ls jobs/recipes") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder\n  expected a recipe (a YAML file); run ls {path}/*.yaml") from None
     except UnicodeDecodeError as error:
@@ -82,7 +82,9 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     # YAML parses text without any `key:` as keys without values.
     is_mapping = isinstance(recipe, DictConfig) and (":" in text or not recipe)
     if not isinstance(recipe, DictConfig) or not is_mapping:
-        raise ConfigError(f"{path} is not a mapping\n  expected `key: value` lines: sections, and keys below them")
+        raise ConfigError(
+            f"{path} does not contain a mapping\n  expected lines such as `key: value`, grouped in sections"
+        )
     return Recipe(expand_home(with_overrides(recipe, overrides)), str(path), f"runs/{path.stem}")
 
 
@@ -144,7 +146,7 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
         except YAMLError:
             raise ConfigError(
                 f"invalid override {override}\n"
-                "  expected a value, a [list,of,them] or a {key: value}\n"
+                "  expected a value, a list [a,b] or a mapping {key: value}\n"
                 f"  if it contains spaces, brackets or commas, quote the whole override: '{key}=…'"
             ) from None
         stage, _, field = key.partition(".")

@@ -82,7 +82,7 @@ class Worker(Setup):
 def read_task(task: Mapping[str, Any]) -> WorkerTask:
     """Convert a task from plain values, {"config": {…}, "job": {…}, "hooks": {…}}, to typed objects.
 
-    Raises ConfigError.
+    Raises ConfigError if a value is invalid or a hook is unknown.
     """
     note_values(task.get("variables", {}))
     plain_config = json.loads(json.dumps(task["config"]))  # tuples become lists, as in a recipe
@@ -93,8 +93,9 @@ def read_task(task: Mapping[str, Any]) -> WorkerTask:
 def set_up(task: WorkerTask) -> tuple[Worker, Progress]:
     """Collective: join the process group, build a Worker, and load the checkpoint to resume from, if there is one.
 
-    Raises ClusterError, ConfigError, DataError, CheckpointError and StorageError, all before the first step. An error
-    that every worker can detect is raised on all workers at the same time.
+    Raises ClusterError if the workers must not train together, ConfigError or DataError if the config or the data are
+    invalid, CheckpointError if no checkpoint can be loaded, or StorageError if the storage fails. An error that every
+    worker can detect is raised on all workers at the same time.
     """
     cfg = task.cfg
     job = task.job
@@ -146,7 +147,7 @@ def set_up(task: WorkerTask) -> tuple[Worker, Progress]:
 def join(cfg: TrainConfig, job: Job) -> Group:
     """Collective: join the process group, and check that all workers are compatible.
 
-    Raises ClusterError if the workers differ in code, storage or device; raises ConfigError if exact mode is not
+    Raises ClusterError if the workers differ in code, storage or device, or ConfigError if exact mode is not
     deterministic in this environment.
     """
     # Report phases first: from here on the driver sees what this worker is doing, and ends it if it hangs.
@@ -186,7 +187,8 @@ def join(cfg: TrainConfig, job: Job) -> Group:
 def build(task: WorkerTask, group: Group, init: str | None) -> Worker:
     """Collective: build this worker's model, engine, data and hooks; `init` is the path of initial weights, if any.
 
-    Raises ConfigError, DataError and StorageError.
+    Raises ConfigError or DataError if the config, the data or the initial weights are invalid, or StorageError if the
+    storage fails.
     """
     cfg = task.cfg
     job = task.job
@@ -235,7 +237,10 @@ def build(task: WorkerTask, group: Group, init: str | None) -> Worker:
 
 
 def read_data(cfg: TrainConfig, job: Job, model_config: ModelConfig, world: int) -> StageData:
-    """Read the stage's data set indexes; derive the sample order, batch arithmetic and length. Raises DataError."""
+    """Read the stage's data set indexes; derive the sample order, batch arithmetic and length.
+
+    Raises DataError if an index is missing or invalid.
+    """
     optional = (job.evaluate, job.probe_train, job.probe_test)
     paths = {*job.train, *(path for path in optional if path is not None)}
     sets = {path: load_index(path) for path in paths}
@@ -311,8 +316,8 @@ def check_stage(cfg: TrainConfig, job: Job, manifest: Manifest, folder: str) -> 
         "; ".join(config.differences(recorded(manifest.config), recorded(config.tagged(cfg, "forbid")))) or "its inputs"
     )
     raise CheckpointError(
-        f"the newest checkpoint in {folder} has stage key {manifest.key[:8]}, expected {job.key[:8]}; "
-        f"changed: {changed}\n  move the checkpoint back to its own stage"
+        f"the newest checkpoint in {folder} has the stage key {manifest.key[:8]}, expected {job.key[:8]}; "
+        f"changed: {changed}\n  move the checkpoint back to the folder of its stage"
     )
 
 
@@ -338,7 +343,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         if manifest.masked:
             text += f", {counted(sum(stop - first for *_, first, stop in manifest.masked), 'sample')} masked"
     elif job.init:
-        text = f"weights from {job.init}, optimizer fresh, step 0"
+        text = f"weights from {job.init}, new optimizer state, step 0"
     else:
         text = f"random weights from seed {cfg.seed}, step 0"
     precision: str = cfg.precision
@@ -425,6 +430,7 @@ def check_masked(worker: Worker, progress: Progress) -> None:
     step, shard, first, _ = progress.masked[0]
     if masked_by(worker.hooks, step, np.array([shard]), np.array([first])) is None:
         raise CheckpointError(
-            f"the checkpoint of step {progress.step} masks samples, but this task has no hook that masks them\n"
+            f"the run has masked samples before step {progress.step}, but this checkout has no hook that masks "
+            "samples\n"
             "  use the checkout that started the run, with jobs/extras/async_evaluation and pipeline/extras/replays"
         )

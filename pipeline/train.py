@@ -74,7 +74,8 @@ def train(task: Mapping[str, Any]) -> StageResult:
     """Collective: train a stage on this worker, from its start or from its last checkpoint; return the result.
 
     `task` holds plain values: "config", the fields of "job", and "hooks". After a stop request, raises Preempted once
-    the current step has been committed. Also raises RolledBack, Diverged, CheckpointError and DataError.
+    the current step has been committed. Raises the errors of `set_up` if training cannot start, or those of
+    `count_step` if it cannot continue.
     """
     # 1. Build everything that the loop uses, and find the step to start from.
     worker, progress = set_up(read_task(task))
@@ -222,7 +223,7 @@ def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None
     """Collective: add a completed step to the progress and the records; raise an error if the run cannot continue.
 
     Raises RolledBack or Diverged after too many consecutive steps with a non-finite gradient, DataError after too many
-    bad samples, CheckpointError after too many consecutive failed saves.
+    bad samples, or CheckpointError after too many consecutive failed saves.
     """
     health = worker.health
     saver = worker.saver
@@ -413,7 +414,7 @@ def export_weights(worker: Worker, progress: Progress) -> StageResult:
         damage: list[str] = []
         spent = account(read_metrics(directory, None, damage))
         for message in damage:
-            worker.group.telemetry.log(f"the shares of time are incomplete: {message}")
+            worker.group.telemetry.log(f"the shares of time in the summary are incomplete: {message}")
         values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
         worker.group.telemetry.report("effective", values, spent.line())
     kind = "averaged weights" if worker.cfg.polyak else "weights"

@@ -73,7 +73,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         names_two_sources = bool(self.train and self.mixture)
-        require(not names_two_sources, "set either data.train or data.mixture, not both; data.train=null removes train")
+        require(
+            not names_two_sources,
+            "both data.train and data.mixture are set, expected one of them; to use data.mixture, set data.train=null",
+        )
         for name in self.mixture:
             check_name(name, "a set of data.mixture", "rename it")
         at_least(self, 1, "max_labels lanes shuffle_block samples", "data.")
@@ -109,7 +112,10 @@ class ProbeConfig:
     l2: float = L2  # weight of the ridge regression's penalty (big_vision configs/common_fewshot.py)
 
     def __post_init__(self) -> None:
-        require((self.train is None) == (self.test is None), "probe: set both train and test, or neither")
+        require(
+            (self.train is None) == (self.test is None),
+            "only one of probe.train and probe.test is set, expected both or neither",
+        )
         fewest = min(self.shots, default=0)
         require(fewest > 0, f"probe.shots is {self.shots}, expected one or more numbers ≥ 1")
         require(len(self.seeds) > 0, "probe.seeds is empty, expected at least one seed")
@@ -132,7 +138,7 @@ class SavingConfig:
     def __post_init__(self) -> None:
         at_least(self, 0, "keep_every")
         at_least(self, 1, "save_every max_failed_saves")
-        require(self.keep >= 2, f"keep is {self.keep}, expected 2 or more: a single checkpoint can be damaged")
+        require(self.keep >= 2, f"keep is {self.keep}, expected 2 or more, in case one checkpoint is damaged")
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "checkpoint_blocks")
-        require(self.zero in (0, 1, 2, 3), f"zero is {self.zero}, expected a ZeRO stage 0, 1, 2 or 3")
+        require(self.zero in (0, 1, 2, 3), f"zero is {self.zero}, expected ZeRO stage 0, 1, 2 or 3")
         # Measured: with this setup DeepSpeed takes an Adam step during initialisation, which changes the weights.
         is_phantom = self.zero == 0 and self.precision == "bf16"
         require(
@@ -165,7 +171,7 @@ class EngineConfig:
         require(parts >= 0 and is_power_of_two, f"exact_parts is {parts}, expected 0 (off), 1, 2, 4, 8, …")
         require(
             not (parts and self.deepspeed),
-            "exact_parts trains without DeepSpeed, so your deepspeed file would have no effect\n"
+            "exact_parts is set, which trains without DeepSpeed, so the file in `deepspeed` would have no effect\n"
             "  remove exact_parts or deepspeed",
         )
 
@@ -242,16 +248,16 @@ class TrainConfig(SavingConfig, EngineConfig):
         uses_labels = bool(self.mixup or self.label_smoothing or self.data.evaluate)
         require(
             self.objective != "masked" or not uses_labels,
-            "objective masked has no labels: remove mixup, label_smoothing and data.evaluate; "
-            "evaluate its features with probe.train and probe.test",
+            "objective=masked does not use labels; remove mixup, label_smoothing and data.evaluate, and evaluate the "
+            "features with probe.train and probe.test",
         )
         require((self.steps is None) != (self.passes is None), "set either steps or passes")
         more_than_0(self, "steps passes")
         at_least(self, 1, "batch_size micro_batch log_every max_skipped")
         require(
             not self.mixup or self.micro_batch > 1,
-            f"mixup is {self.mixup} with micro_batch 1: it blends images within a micro-batch, so nothing would be "
-            "mixed\n  expected a micro_batch of 2 or more\n  set micro_batch=2, or mixup=0",
+            f"mixup is {self.mixup} and micro_batch is 1, but mixup blends images within a micro-batch, so nothing "
+            "would be mixed\n  expected a micro_batch of 2 or more\n  set micro_batch=2, or mixup=0",
         )
         if self.exact_parts:
             # A part must consist of whole micro-batches, because two parts cannot share the gradient of one.
@@ -259,7 +265,9 @@ class TrainConfig(SavingConfig, EngineConfig):
             require(
                 self.batch_size % unit == 0 and not self.uneven,
                 f"exact_parts {self.exact_parts} needs uneven=false, and a batch_size that is a multiple of "
-                f"{self.exact_parts} × micro_batch {self.micro_batch} = {unit}; batch_size is {self.batch_size}",
+                f"{self.exact_parts} × micro_batch {self.micro_batch} = {unit}; found uneven={self.uneven} and "
+                "batch_size "
+                f"{self.batch_size}",
             )
         if self.data.mixture:
             # Every set must get at least one sample in a batch.

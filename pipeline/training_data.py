@@ -54,7 +54,7 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
     """
     require(
         cfg.batch_size >= world,
-        f"batch_size {cfg.batch_size} is less than {world} workers: some would get no samples\n"
+        f"batch_size {cfg.batch_size} is less than the {world} workers, so some workers would get no samples\n"
         f"  use cluster.workers={cfg.batch_size} or fewer",
     )
     unit = cfg.micro_batch * world
@@ -82,7 +82,8 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
         )
     require(
         not cfg.exact_parts or cfg.exact_parts % world == 0,
-        f"exact_parts {cfg.exact_parts} cannot be divided among {world} workers; use 1, 2, … up to {cfg.exact_parts}",
+        f"exact_parts {cfg.exact_parts} cannot be divided among {world} workers; use 1, 2, 4, … up to "
+        f"{cfg.exact_parts} workers",
     )
     # All workers process the same number of micro-batches, because their collectives must match. The largest share
     # determines it.
@@ -140,7 +141,7 @@ def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
         overrides += f" {key}.optim.schedule.cooldown_steps={steps // 10}"
     raise ConfigError(
         f"{message} exceed the length of the stage, {steps:,} steps\n"
-        f"  expected: at most {steps:,} together, so that the learning rate reaches optim.lr\n"
+        f"  expected at most {steps:,} steps together, so that the learning rate reaches optim.lr\n"
         f"  set {overrides}, or increase the number of steps"
     )
 

@@ -67,7 +67,7 @@ def unit_of(key: str) -> Unit | None:
 def read_value(value: object, hint: Any, key: str) -> object:
     """Convert a recipe's value to the type of its field, `hint`; values of unknown types are returned unchanged.
 
-    Raises ConfigError naming the key, the value and what was expected.
+    Raises ConfigError, which names the key, the value and what was expected, if the value cannot be converted.
     """
     if hint is Any or value == "???":
         return value

@@ -48,7 +48,7 @@ def noted() -> dict[str, str]:
 
 
 def recorded(values: Values) -> Values:
-    """Replace noted values in nested plain values with their variables, and add a digest to each changed string."""
+    """Replace the values of variables in nested plain values with their names; add a digest to each changed string."""
     return replaced(values, record_text)
 
 
@@ -83,8 +83,8 @@ def restored(values: Values, source: object) -> Values:
         if digest_of(used) != match[2]:
             names = ", ".join(VARIABLE.findall(match[1]))
             raise DataError(
-                f"{source} contains {match[1]}, but {names} is not set, or its value has changed since then\n"
-                f"  set {names} to that value, then run the same command again"
+                f"{source} contains {match[1]}, but {names} is not set, or has another value now\n"
+                f"  set {names} to the same value as before, then run the same command again"
             )
         return content
 

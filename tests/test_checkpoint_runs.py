@@ -39,9 +39,9 @@ from tests.support.drives import (
     finish,
     forget,
     incidents,
+    output_of,
     phase_of,
     reports,
-    said,
     stage,
     start,
     stop_at,
@@ -57,7 +57,7 @@ SOAK = [pytest.mark.slow, pytest.mark.timeout(3600)]
 def twin(tmp_path_factory) -> Path:
     """Return the undisturbed run."""
     run = tmp_path_factory.mktemp("twin") / "run"
-    assert finish(run) == 0, said(run)
+    assert finish(run) == 0, output_of(run)
     return run
 
 
@@ -86,7 +86,7 @@ def evaluated(few) -> list[str]:
 def evaluated_twin(tmp_path_factory, evaluated) -> Path:
     """Return an undisturbed run with evaluations."""
     run = tmp_path_factory.mktemp("evaluated") / "run"
-    assert finish(run, *evaluated) == 0, said(run)
+    assert finish(run, *evaluated) == 0, output_of(run)
     assert {step: len(values) for step, values in evaluations(stage(run)).items()} == dict.fromkeys(range(8, 41, 8), 1)
     return run
 
@@ -111,9 +111,9 @@ def test_workers_killed_at_any_moment_change_nothing(rounds, evaluated, evaluate
 
             at_step(run, process, 12 * third + rng.randrange(1, 10), kill)
         process.join()
-        assert process.exitcode == 0, f"round {number}, FAULT_SEED={SEED}\n{said(run)}"
+        assert process.exitcode == 0, f"round {number}, FAULT_SEED={SEED}\n{output_of(run)}"
         assert_same(run, evaluated_twin)
-        assert said(run).count("killed by SIGKILL; restarting from") == 3 * (number + 1), said(run)
+        assert output_of(run).count("killed by SIGKILL; restarting from") == 3 * (number + 1), output_of(run)
 
 
 @pytest.mark.parametrize(("rounds", "kills"), [(1, 2), pytest.param(17, 3, marks=SOAK)])
@@ -136,7 +136,9 @@ def test_workers_end_with_a_driver_killed_at_any_moment_and_the_next_driver_resu
             assert process.exitcode == -signal.SIGKILL
             assert len(family) >= 4, "they outlive their driver"
             assert not psutil.wait_procs(family, timeout=20)[1], "they outlive their driver"
-        assert finish(run, "pretrain.log_every=1", *evaluated) == 0, f"round {number}, FAULT_SEED={SEED}\n{said(run)}"
+        assert finish(run, "pretrain.log_every=1", *evaluated) == 0, (
+            f"round {number}, FAULT_SEED={SEED}\n{output_of(run)}"
+        )
         assert_same(run, evaluated_twin)
 
 
@@ -149,8 +151,8 @@ def test_an_evaluation_interrupted_by_a_driver_kill_is_repeated_by_the_next_atte
     assert finish(run, *options, patch="driver_killed_before_the_evaluation_of 8") == -signal.SIGKILL
     assert not evaluations(stage(run))
     assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == 8
-    assert finish(run, *options) == 0, said(run)
-    assert "resumed from step 8" in said(run)
+    assert finish(run, *options) == 0, output_of(run)
+    assert "resumed from step 8" in output_of(run)
     assert_same(run, evaluated_twin)
 
 
@@ -172,10 +174,10 @@ def test_a_compiled_run_resumes_bit_for_bit(options, patch, evaluated, run) -> N
     settings += [f"pretrain.{option}" for option in options]
     undisturbed = run.parent / "undisturbed" / "run"
     shutil.copytree(run, undisturbed)
-    assert finish(undisturbed, *settings, patch=patch or None) == 0, said(undisturbed)
+    assert finish(undisturbed, *settings, patch=patch or None) == 0, output_of(undisturbed)
     killed = f"{patch} driver_killed_before_the_evaluation_of 16".strip()
     assert finish(run, *settings, patch=killed) == -signal.SIGKILL
-    assert finish(run, *settings, patch=patch or None) == 0, said(run)
+    assert finish(run, *settings, patch=patch or None) == 0, output_of(run)
     assert_same_stage(stage(run), stage(undisturbed))
 
 
@@ -193,32 +195,32 @@ def test_a_signal_at_any_moment_commits_and_exits_75_and_a_second_ctrl_c_ends_at
         for fifth, signals in enumerate(STOPS):
             clock += rng.choice((-3600, 3600))
             process = start(run, "pretrain.log_every=1", *evaluated, patch=f"slowly {clock}")
-            step, heard = 7 * fifth + rng.randrange(1, 4), said(run).count("finishing the step")
+            step, heard = 7 * fifth + rng.randrange(1, 4), output_of(run).count("finishing the step")
 
             def stop(process: Any = process, signals: Any = signals, heard: int = heard) -> None:
                 os.kill(process.pid, signals[0])
-                while signals[1:] and said(run).count("finishing the step") == heard:
+                while signals[1:] and output_of(run).count("finishing the step") == heard:
                     time.sleep(0.001)
                 for again in signals[1:]:
                     os.kill(process.pid, again)
 
             at_step(run, process, step, stop)
             process.join()
-            context = f"{signals} after step {step}, FAULT_SEED={SEED}\n{said(run)}"
+            context = f"{signals} after step {step}, FAULT_SEED={SEED}\n{output_of(run)}"
             newest = committed(stage(run) / "checkpoints")
             if signals == [signal.SIGINT] * 2:
                 assert process.exitcode == 130, context
-                assert "stopped without a commit" in said(run), context
+                assert "stopped without a commit" in output_of(run), context
                 assert checkpoint_reader.verify(newest[0]).step >= 1
             else:
                 stopped = read_manifest(newest[0]).step
                 assert process.exitcode == 75, context
                 assert stopped >= step, context
-                assert f"stopped at step {stopped} after committing it" in said(run), context
+                assert f"stopped at step {stopped} after committing it" in output_of(run), context
                 log = (stage(run) / "log.txt").read_text()
                 assert f"[driver] {signals[0].name}: finishing the step" in log, log
         assert not list(stage(run).glob("stop*"))
-        assert finish(run, *evaluated) == 0, f"round {number}, FAULT_SEED={SEED}\n{said(run)}"
+        assert finish(run, *evaluated) == 0, f"round {number}, FAULT_SEED={SEED}\n{output_of(run)}"
         assert_same(run, evaluated_twin)
 
 
@@ -252,9 +254,9 @@ HANGS = {
 @pytest.mark.parametrize("places", [("reduce",), pytest.param(tuple(HANGS), marks=SOAK)])
 def test_hung_run_is_ended_with_its_cause_and_resumes(places, few, twin, run) -> None:
     patch = f"hanging {','.join(places)}"
-    assert finish(run, "pretrain.stall_s=8", f"pretrain.data.evaluate={few}", patch=patch) == 0, said(run)
+    assert finish(run, "pretrain.stall_s=8", f"pretrain.data.evaluate={few}", patch=patch) == 0, output_of(run)
     for place, found in zip(places, incidents(stage(run)), strict=True):
-        assert re.fullmatch(HANGS[place], found), said(run)
+        assert re.fullmatch(HANGS[place], found), output_of(run)
     stacks = (stage(run) / "incidents.txt").read_text()
     assert stacks.count("Timeout (0:00:0") >= len(places) - 1, "who is stopped writes nothing, the others do"
     if "data" in places:
@@ -263,8 +265,8 @@ def test_hung_run_is_ended_with_its_cause_and_resumes(places, few, twin, run) ->
 
 
 @pytest.mark.slow
-def test_who_runs_out_of_memory_is_named_with_what_to_lower(twin, run) -> None:
-    assert finish(run, patch="short_of_memory") == 0, said(run)
+def test_incident_names_the_worker_out_of_memory_and_a_remedy(twin, run) -> None:
+    assert finish(run, patch="short_of_memory") == 0, output_of(run)
     expected = [
         "worker 1 on .*, in reduce of step 12: killed by the out-of-memory killer",
         "worker 0 on .*, in reduce of step 17: RuntimeError: .*DefaultCPUAllocator: can't allocate memory.*",
@@ -295,14 +297,14 @@ def test_few_shot_is_restarted_watched_and_stopped_like_the_others(twin, shards,
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
     process.join()
-    assert process.exitcode == 75, said(run)
+    assert process.exitcode == 75, output_of(run)
     (folder,) = run.glob("fewshot-*")
     killed, hung = incidents(folder)
     assert re.fullmatch(r"worker 1 on .*, in evaluate, shard train-000007.tar: killed by SIGKILL", killed)
     assert re.fullmatch(
         r"worker 1 on .*, in evaluate, shard train-000007.tar: stuck for \ds; the other workers are waiting.*", hung
     )
-    assert finish(run, patch="troubled_probe", recipe=recipe) == 0, said(run)
+    assert finish(run, patch="troubled_probe", recipe=recipe) == 0, output_of(run)
     assert (folder / "metrics.json").exists()
 
 
@@ -311,18 +313,18 @@ def test_all_ranks_agree_on_the_commit_if_a_rank_is_killed_or_slow_during_a_save
     """Five saves per round."""
     for number in range(rounds):
         forget(run)
-        seed, before = SEED + 4 + number, said(run).count("killed by SIGKILL")
-        assert finish(run, patch=f"suffering_in_saves {seed}") == 0, f"FAULT_SEED={SEED}\n{said(run)}"
+        seed, before = SEED + 4 + number, output_of(run).count("killed by SIGKILL")
+        assert finish(run, patch=f"suffering_in_saves {seed}") == 0, f"FAULT_SEED={SEED}\n{output_of(run)}"
         kills = sum(how != "slow" for _, how in run_faults.fates(seed).values())
-        assert said(run).count("killed by SIGKILL; restarting from") - before == kills, (
-            f"FAULT_SEED={SEED}\n{said(run)}"
+        assert output_of(run).count("killed by SIGKILL; restarting from") - before == kills, (
+            f"FAULT_SEED={SEED}\n{output_of(run)}"
         )
         assert_same(run, twin)
 
 
 def test_failed_saves_are_logged_and_training_continues(twin, run) -> None:
-    assert finish(run, "pretrain.max_failed_saves=4", patch="full_disk_for_a_while") == 0, said(run)
-    text = said(run)
+    assert finish(run, "pretrain.max_failed_saves=4", patch="full_disk_for_a_while") == 0, output_of(run)
+    text = output_of(run)
     for step, file, count in ((10, "rank-00001", 1), (15, "rank-00001", 2), (20, "MANIFEST.json", 3)):
         assert f"checkpoint step {step} FAILED" in text
         assert file in text
@@ -333,7 +335,7 @@ def test_failed_saves_are_logged_and_training_continues(twin, run) -> None:
 
 def test_a_commit_implies_its_metrics(twin, run) -> None:
     """The run logs every 7 steps and saves every 5; a kill after a commit loses no metrics of committed steps."""
-    assert finish(run, "pretrain.log_every=7", patch="killed_amid_a_window") == 0, said(run)
+    assert finish(run, "pretrain.log_every=7", patch="killed_amid_a_window") == 0, output_of(run)
     _, again = read_metrics(stage(run), "start")
     assert again["step"] >= 10, "the save of step 15 may have been on its way"
     recorded: dict[int, list[int]] = {1: [], 2: []}  # by attempt: every step, once per record with its loss
@@ -361,13 +363,13 @@ def test_stop_is_noticed_between_two_batches_of_an_evaluation(evaluate_every, st
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
     process.join()
-    assert process.exitcode == 75, said(run)
+    assert process.exitcode == 75, output_of(run)
     assert sorted(judged.read_text()) == ["0"] * 3 + ["1"] * 3, "of 8 batches each; none after the stop was there"
     assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == stopped
     assert not read_metrics(stage(run), "evaluate")
     assert not (stage(run) / "incidents.txt").exists(), "a stop that was asked for is none"
 
-    assert finish(run, *options) == 0, said(run)
+    assert finish(run, *options) == 0, output_of(run)
     assert_same(run, twin)
     evaluated = [record["step"] for record in read_metrics(stage(run), "evaluate")]
     assert evaluated == list(range(stopped, 41, 8)), "also the one that was stopped, and each once"
@@ -383,17 +385,17 @@ def stop_at_the_first_batch(process: BaseProcess, run: Path) -> None:
     os.kill(process.pid, signal.SIGTERM)
     process.join(timeout=60)
     process.kill()  # if it did not react to the signal; an earlier exit code stays
-    assert process.exitcode == 75, said(run)
-    assert "stopped while waiting for the first batch" in said(run), said(run)
+    assert process.exitcode == 75, output_of(run)
+    assert "stopped while waiting for the first batch" in output_of(run), output_of(run)
 
 
 def test_stop_is_noticed_while_waiting_for_the_first_batch(run) -> None:
     process = start(run, patch="no_first_batch")
     stop_at_the_first_batch(process, run)
-    assert "restarting" not in said(run)
+    assert "restarting" not in output_of(run)
     assert not committed(stage(run) / "checkpoints")
     (run.parent / "arrived").touch()
-    assert finish(run, "pretrain.steps=5", patch="no_first_batch") == 0, said(run)
+    assert finish(run, "pretrain.steps=5", patch="no_first_batch") == 0, output_of(run)
 
 
 def test_stop_while_waiting_after_an_excluded_range_keeps_the_steps_before_it(run) -> None:
@@ -417,19 +419,19 @@ def damaged_shard(shards: Path) -> Path:
     return shard
 
 
-def test_few_shot_that_cannot_read_on_names_the_set_and_is_not_tried_again(twin, shards, tmp_path) -> None:
+def test_few_shot_that_cannot_continue_reading_names_the_set_and_is_not_retried(twin, shards, tmp_path) -> None:
     """A byte is wrong in the last shard, which worker 1 reads."""
     train = tmp_path / "shards"
     shutil.copytree(training_set(twin), train)
     shard = damaged_shard(train)
     run = tmp_path / "run"
-    assert finish(run, recipe=few_shot(twin, train, shards)) == 65, said(run)
+    assert finish(run, recipe=few_shot(twin, train, shards)) == 65, output_of(run)
     (folder,) = run.glob("fewshot-*")
     (incident,) = incidents(folder)
-    assert f"EvaluationFailed: {train}: worker 1: DataError" in incident, said(run)
-    assert shard.name in said(run), said(run)
-    assert "run the same command again" in said(run)
-    assert "restarting" not in said(run)
+    assert f"EvaluationFailed: {train}: worker 1: DataError" in incident, output_of(run)
+    assert shard.name in output_of(run), output_of(run)
+    assert "run the same command again" in output_of(run)
+    assert "restarting" not in output_of(run)
 
 
 def test_a_sigterm_to_one_worker_of_few_shot_stops_all(twin, shards, tmp_path) -> None:
@@ -441,8 +443,8 @@ def test_a_sigterm_to_one_worker_of_few_shot_stops_all(twin, shards, tmp_path) -
     os.kill(json.loads(record.read_text())["pid"], signal.SIGTERM)
     process.join(timeout=60)
     process.kill()
-    assert process.exitcode == 75, said(run)
-    assert "stopped between two batches; run the same command again" in said(run), said(run)
+    assert process.exitcode == 75, output_of(run)
+    assert "stopped between two batches; run the same command again" in output_of(run), output_of(run)
 
 
 def test_an_evaluation_that_fails_costs_no_step_and_no_restart(few, twin, run) -> None:
@@ -452,23 +454,23 @@ def test_an_evaluation_that_fails_costs_no_step_and_no_restart(few, twin, run) -
     shard = damaged_shard(evaluated)
     options = ["pretrain.evaluate_every=10", f"pretrain.data.evaluate={evaluated}"]
 
-    assert finish(run, *options) == 65, said(run)
+    assert finish(run, *options) == 65, output_of(run)
     log = (stage(run) / "log.txt").read_text()
     for step, next_line in ((10, 12), (20, 24), (30, 32)):
         failed = log.index(f"evaluate step {step} FAILED ({evaluated}: worker 1: DataError")
         assert log.index(f"checkpoint step {step} committed") < failed < log.index(f"step {next_line}/40")
     assert [record["step"] for record in read_metrics(stage(run), "evaluate_failed")] == [10, 20, 30, 40]
-    assert "the evaluation of step 40 failed" in said(run)
-    assert shard.name in said(run)
-    assert "to repeat the evaluation" in said(run)
-    assert "restarting" not in said(run)
+    assert "the evaluation of step 40 failed" in output_of(run)
+    assert shard.name in output_of(run)
+    assert "to repeat the evaluation" in output_of(run)
+    assert "restarting" not in output_of(run)
     (incident,) = incidents(stage(run))
     assert f"EvaluationFailed: the evaluation of step 40 failed: {evaluated}" in incident
     assert "in batches" in worker_log(run, 1), "where it failed"
     assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == 40
 
     shutil.copy(few / shard.name, shard)
-    assert finish(run, *options) == 0, said(run)
+    assert finish(run, *options) == 0, output_of(run)
     assert_same(run, twin)
     assert [record["attempt"] for record in read_metrics(stage(run), "start")] == [1, 2]
     assert {record["attempt"] for record in read_metrics(stage(run))} == {1}, "no step was computed twice"
@@ -478,31 +480,33 @@ def test_an_evaluation_that_fails_costs_no_step_and_no_restart(few, twin, run) -
 
 def test_too_many_failed_saves_in_a_row_exit_74(run) -> None:
     assert finish(run, "pretrain.max_failed_saves=2", patch="full_disk") == 74
-    assert "2 consecutive saves failed, the last with: rank-00000.safetensors" in said(run)
-    assert "No space left on device" in said(run)
-    assert "restarting" not in said(run)
+    assert "2 consecutive saves failed, the last with: rank-00000.safetensors" in output_of(run)
+    assert "No space left on device" in output_of(run)
+    assert "restarting" not in output_of(run)
 
 
 def test_a_stage_does_not_end_before_its_last_step_is_committed(twin, run) -> None:
-    assert finish(run, patch="full_disk_at_the_end 40 2") == 0, said(run)
-    assert said(run).count("checkpoint step 40 FAILED") == 2
-    assert "checkpoint step 40 committed" in said(run)
+    assert finish(run, patch="full_disk_at_the_end 40 2") == 0, output_of(run)
+    assert output_of(run).count("checkpoint step 40 FAILED") == 2
+    assert "checkpoint step 40 committed" in output_of(run)
     assert_same(run, twin)
     forget(run)
-    assert finish(run, patch="full_disk_at_the_end 40 9") == 74, said(run)
+    assert finish(run, patch="full_disk_at_the_end 40 9") == 74, output_of(run)
     assert not (stage(run) / "weights.safetensors").exists()
 
 
-def test_a_stop_whose_save_fails_does_not_say_that_it_committed(run) -> None:
-    assert stop_at(run, 3, "pretrain.log_every=1", "pretrain.max_failed_saves=9", patch="full_disk") == 75, said(run)
-    assert "which could not be committed" in said(run)
+def test_stop_with_a_failed_save_does_not_report_a_commit(run) -> None:
+    assert stop_at(run, 3, "pretrain.log_every=1", "pretrain.max_failed_saves=9", patch="full_disk") == 75, output_of(
+        run
+    )
+    assert "which could not be committed" in output_of(run)
 
 
 @pytest.mark.parametrize("ends", ["a stop", pytest.param("going back", marks=pytest.mark.slow)])
 def test_workers_that_end_leave_no_old_checkpoint_half_deleted(ends, run) -> None:
     options = ["pretrain.log_every=1", "pretrain.keep=2", "pretrain.save_every=2"]
     if ends == "a stop":
-        assert stop_at(run, 5, *options, patch="slow_to_delete") == 75, said(run)
+        assert stop_at(run, 5, *options, patch="slow_to_delete") == 75, output_of(run)
     else:
         assert finish(run, *options, "pretrain.max_skipped=3", patch="slow_to_delete poisoned_for_ever") == 70
     assert not list((stage(run) / "checkpoints").glob(".tmp-*"))
@@ -510,8 +514,8 @@ def test_workers_that_end_leave_no_old_checkpoint_half_deleted(ends, run) -> Non
     assert deletions == ["begun", "done"] * (len(deletions) // 2)
 
 
-def test_a_log_that_cannot_be_written_costs_lines_and_not_the_run(twin, run) -> None:
-    assert finish(run, patch="full_log") == 0, said(run)
+def test_unwritable_log_loses_lines_but_does_not_stop_the_run(twin, run) -> None:
+    assert finish(run, patch="full_log") == 0, output_of(run)
     text = (stage(run) / "log.txt").read_text()
     assert "step 12/40" not in text
     assert "step 16/40" in text
@@ -536,9 +540,9 @@ def test_the_world_may_change_between_any_two_attempts(times, run) -> None:
             options = (f"cluster.workers={world}", f"pretrain.zero={rng.choice((0, 1, 2, 3))}", *uneven)
             if number < len(worlds) - 1:
                 target = number * 8 + rng.randrange(1, 4)
-                assert stop_at(run, target, *options, patch="slowly") == 75, f"FAULT_SEED={SEED}\n{said(run)}"
+                assert stop_at(run, target, *options, patch="slowly") == 75, f"FAULT_SEED={SEED}\n{output_of(run)}"
             else:
-                assert finish(run, *options, patch="slowly") == 0, f"FAULT_SEED={SEED}\n{said(run)}"
+                assert finish(run, *options, patch="slowly") == 0, f"FAULT_SEED={SEED}\n{output_of(run)}"
         ours, theirs = (read_manifest(committed(stage(r) / "checkpoints")[0]) for r in (run, alone))
         assert ours.ledger == theirs.ledger
         assert ours.step == theirs.step
@@ -552,19 +556,19 @@ def test_with_exact_parts_the_world_and_the_stage_may_change_and_the_bits_stay(r
     exact = [f"pretrain.{option}" for option in options]
     alone = run.parent / "alone"
     shutil.copytree(run, alone)
-    assert finish(alone, "cluster.workers=1", *exact) == 0, said(run)
+    assert finish(alone, "cluster.workers=1", *exact) == 0, output_of(run)
     # For a range of worker counts: the largest that the batch and the parts allow, here four.
     some = "{least: 3, most: 7}"
     for number, (workers, zero) in enumerate([("1", 2), ("2", 3), (some, 0), ("2", 1)]):
         options = (f"cluster.workers={workers}", f"pretrain.zero={zero}", *exact)
         if number < 3:
-            assert stop_at(run, number * 12 + 2, *options, patch="slowly") == 75, said(run)
+            assert stop_at(run, number * 12 + 2, *options, patch="slowly") == 75, output_of(run)
         else:
-            assert finish(run, *options, patch="slowly") == 0, said(run)
+            assert finish(run, *options, patch="slowly") == 0, output_of(run)
     worlds = [record["world"] for record in read_metrics(stage(run), "start")]
     assert worlds == [1, 2, 4, 2]
-    assert said(run).count("exact in 4 parts: every step waits") == 5
-    assert "results may differ bitwise" not in said(run)
+    assert output_of(run).count("exact in 4 parts: every step waits") == 5
+    assert "results may differ bitwise" not in output_of(run)
     assert step_losses(stage(run)) == step_losses(stage(alone))
     assert whole_state(run) == whole_state(alone)
 
@@ -574,14 +578,14 @@ def test_a_stop_a_commit_and_an_infinite_gradient_of_one_worker_fall_into_one_st
     """Compared with a run whose only fault is that gradient in step 13."""
     alone = run.parent / "alone"
     shutil.copytree(run, alone)
-    assert finish(alone, "pretrain.log_every=1", patch="infinite_in_one_micro_batch 12") == 0, said(run)
-    assert finish(run, "pretrain.log_every=1", patch="all_in_one_step 12") == 75, said(run)
-    heard = said(run)
+    assert finish(alone, "pretrain.log_every=1", patch="infinite_in_one_micro_batch 12") == 0, output_of(run)
+    assert finish(run, "pretrain.log_every=1", patch="all_in_one_step 12") == 75, output_of(run)
+    heard = output_of(run)
     assert "step 13: non-finite gradient; step skipped" in heard
     assert "stopped at step 13 after committing it" in heard
     assert "checkpoint step 10 committed" in heard.split("checkpoint step 13 committed")[0]
     assert read_manifest(committed(stage(run) / "checkpoints")[0]).updates == 12
-    assert finish(run, "pretrain.log_every=1") == 0, said(run)
+    assert finish(run, "pretrain.log_every=1") == 0, output_of(run)
 
     ours, theirs = (read_manifest(committed(stage(r) / "checkpoints")[0]) for r in (run, alone))
     assert ours.files == theirs.files
@@ -592,15 +596,15 @@ def test_a_stop_a_commit_and_an_infinite_gradient_of_one_worker_fall_into_one_st
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_back_commits_the_save_in_flight_and_leaves_out_no_good_step(run) -> None:
-    assert finish(run, "pretrain.max_skipped=3", patch="given_up_with_a_save_in_flight") == 0, said(run)
-    assert "had non-finite gradients: rolling back to step 10, excluding steps 11 … 15" in said(run)
+def test_run_that_rolls_back_commits_the_pending_save_and_skips_no_good_step(run) -> None:
+    assert finish(run, "pretrain.max_skipped=3", patch="given_up_with_a_save_in_flight") == 0, output_of(run)
+    assert "had non-finite gradients: rolling back to step 10, excluding steps 11 … 15" in output_of(run)
 
 
 @pytest.mark.slow
-def test_a_run_that_bad_samples_end_commits_the_save_in_flight_and_leaves_nothing_half_written(run) -> None:
-    assert finish(run, patch="bad_samples_with_a_save_in_flight") == 65, said(run)
-    assert "12 of 208 samples were bad, more than data.max_bad_fraction=0.001 allows" in said(run)
+def test_run_ended_by_bad_samples_commits_the_pending_save_and_leaves_no_partial_files(run) -> None:
+    assert finish(run, patch="bad_samples_with_a_save_in_flight") == 65, output_of(run)
+    assert "12 of 208 samples were bad, more than data.max_bad_fraction=0.001 allows" in output_of(run)
     checkpoints = stage(run) / "checkpoints"
     assert checkpoint_reader.verify(committed(checkpoints)[0]).step == 10
     assert not list(checkpoints.glob(".tmp-*"))
@@ -618,8 +622,8 @@ def whole_state(run: Path) -> dict[str, dict[str, list[float]]]:
 
 
 def test_a_stretch_of_non_finite_steps_is_excluded_once_and_spikes_are_kept_for_replay(run, capsys) -> None:
-    assert finish(run, "pretrain.max_skipped=3", patch="poisoned_stretch") == 0, said(run)
-    assert "had non-finite gradients: rolling back to step 10, excluding steps 11 … 15" in said(run)
+    assert finish(run, "pretrain.max_skipped=3", patch="poisoned_stretch") == 0, output_of(run)
+    assert "had non-finite gradients: rolling back to step 10, excluding steps 11 … 15" in output_of(run)
     again = [record for record in read_metrics(stage(run)) if record["attempt"] == 2]
     assert again[0]["step"] == 16, "step 16 is poisoned too: skipped alone"
     assert math.isnan(again[0]["losses"][0]), "step 16 is poisoned too: skipped alone"
@@ -637,8 +641,8 @@ def test_a_stretch_of_non_finite_steps_is_excluded_once_and_spikes_are_kept_for_
     assert [step["step"] for step in jump["recent"]] == [*range(16, 37)]
     assert jump["grad_norm"] > jump["limit"]
     assert [step["loss"] for step in jump["recent"][1:]] == [x for r in again[1:] for x in r["losses"]][:20]
-    assert "step 36: gradient norm" in said(run)
-    assert f"jobs replay {stage(run)} step=36" in said(run)
+    assert "step 36: gradient norm" in output_of(run)
+    assert f"jobs replay {stage(run)} step=36" in output_of(run)
     assert main(["replay", str(stage(run)), "step=15"]) == 0
     assert main(["replay", str(run), "step=36"]) == 0
     out = capsys.readouterr().out
@@ -651,8 +655,8 @@ def test_run_ends_with_70_if_rolling_back_does_not_help(run, save_every, left) -
     """Also if a save happens during the bad steps."""
     options = ["pretrain.max_skipped=3", f"pretrain.save_every={save_every}"]
     assert finish(run, *options, patch="poisoned_for_ever") == 70
-    assert f"excluding steps {left + 1} … 15 did not help" in said(run)
-    assert "lower optim.lr" in said(run)
+    assert f"excluding steps {left + 1} … 15 did not help" in output_of(run)
+    assert "lower optim.lr" in output_of(run)
     last = committed(stage(run) / "checkpoints")[0]
     assert checkpoint_reader.verify(last).step == left
 
@@ -690,15 +694,15 @@ def test_the_time_of_a_run_adds_up(twin) -> None:
 
 
 @pytest.mark.parametrize("starts", [2, pytest.param(20, marks=SOAK)])
-def test_of_concurrent_runs_one_trains_and_the_others_exit_73(starts, twin, run) -> None:
+def test_only_one_of_several_concurrent_runs_trains_and_the_others_exit_with_73(starts, twin, run) -> None:
     crowd = [start(run, patch="in_no_hurry") for _ in range(starts)]
     while sum(process.is_alive() for process in crowd) > 1:
         time.sleep(0.05)
     (run.parent / "go").touch()  # all others have exited: none found a finished run to skip
     for process in crowd:
         process.join()
-    assert sorted(process.exitcode for process in crowd) == [0] + [73] * (starts - 1), said(run)
-    assert said(run).count("is owned by process") == starts - 1
+    assert sorted(process.exitcode for process in crowd) == [0] + [73] * (starts - 1), output_of(run)
+    assert output_of(run).count("is owned by process") == starts - 1
     assert_same(run, twin)
 
 
@@ -709,7 +713,7 @@ def test_best_checkpoint_is_exported_and_patience_ends_at_the_same_step_whatever
     """
     options = [f"pretrain.data.evaluate={few}", "pretrain.evaluate_every=4", "pretrain.optim.lr=0.02"]
     everything = ["pretrain.save_every=4", "pretrain.keep_every=4"]
-    assert finish(run, *options, *everything) == 0, said(run)
+    assert finish(run, *options, *everything) == 0, output_of(run)
     accuracies = {step: values[0]["accuracy"] for step, values in evaluations(stage(run)).items() if values[0]}
     best, end, waited = 4, 40, 0
     for step, accuracy in sorted(accuracies.items())[1:]:
@@ -738,7 +742,7 @@ def test_best_checkpoint_is_exported_and_patience_ends_at_the_same_step_whatever
     assert finish(run, *kept, patch="driver_killed_at_the_end") == -signal.SIGKILL
     assert accuracies[end] == evaluations(stage(run))[end][0]["accuracy"]
     assert not (stage(run) / "done.json").exists()
-    assert finish(run, *kept) == 0, said(run)
+    assert finish(run, *kept) == 0, output_of(run)
 
     done = json.loads((stage(run) / "done.json").read_text())
     found = checkpoint_reader.verify(found_folder(run, best))
@@ -780,8 +784,8 @@ def test_driver_that_wakes_up_after_a_takeover_of_its_run_exits_with_73_and_chan
     at_step(run, first, 12, freeze)
     try:
         time.sleep(1.5)  # five periods: until then it may only be late
-        assert finish(run, patch="hasty_lease") == 0, said(run)
-        assert "taking over the run: no lease renewal" in said(run)
+        assert finish(run, patch="hasty_lease") == 0, output_of(run)
+        assert "taking over the run: no lease renewal" in output_of(run)
         # Workers of the first attempt may write to that attempt's folder.
         kept = {}
         for path in run.rglob("*"):
@@ -792,8 +796,8 @@ def test_driver_that_wakes_up_after_a_takeover_of_its_run_exits_with_73_and_chan
             with suppress(psutil.NoSuchProcess):
                 process.resume()
     first.join(60)
-    assert first.exitcode == 73, said(run)
-    assert f"{run} was taken over by process" in said(run), said(run)
+    assert first.exitcode == 73, output_of(run)
+    assert f"{run} was taken over by process" in output_of(run), output_of(run)
     changed = [path.name for path, content in kept.items() if path.read_bytes() != content]
     # A worker that wakes up just before it is killed may still report a step of its attempt.
     of_reports = {name for name in changed if name in ("metrics.jsonl", "log.txt") or name.startswith("events.")}
@@ -807,7 +811,7 @@ def test_a_run_is_stopped_by_its_lease_from_anywhere(run, capsys) -> None:
     at_step(run, first, 8, lambda: None)
     assert main(["stop", str(run)]) == 0
     first.join(60)
-    assert first.exitcode == 75, said(run)
+    assert first.exitcode == 75, output_of(run)
     out = capsys.readouterr().out
     assert f"asked process {first.pid} on " in out
     assert "it has ended; for its result, run python -m jobs status " in out

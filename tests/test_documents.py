@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from data.files import import_path
 from jobs.__main__ import COMMANDS, execute, main
 from tests.support.documents import SCHEMAS, document_of
 from tests.support.photos import make_photos
@@ -55,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     folder = tmp_path_factory.mktemp("documents")
     (folder / "small.yaml").write_text(RECIPE.format(shards=shards))
     command = [sys.executable, "-m", "jobs", "run", "small.yaml", "--json"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": import_path()}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (folder / "run.json").write_text(done.stdout)
@@ -170,9 +171,9 @@ def test_index_of_foreign_tars(here: Path, shards: Path) -> None:
 
 @pytest.mark.slow
 def test_documents_of_commands_that_repeat_steps(here: Path) -> None:
-    assert document_of(["audit", "runs/small", "--share", "1"])["verdict"] == "equal"
-    assert "samples" in document_of(["bisect", "runs/small", "step=4"])
+    assert document_of(["audit", "runs/small", "--share", "1"])["content"]["verdict"] == "equal"
+    assert "samples" in document_of(["bisect", "runs/small", "step=4"])["content"]
     (here / "none.txt").touch()
-    assert document_of(["without", "runs/small", "--samples", "none.txt"])["equals_run"]
+    assert document_of(["without", "runs/small", "--samples", "none.txt"])["content"]["equals_run"]
     assert document_of(["trial", "small.yaml", "run=runs/trial"])["trials"][0]["stage"] == "pretrain"
     assert document_of(["preflight", "small.yaml", "run=runs/preflight"])["checks"]

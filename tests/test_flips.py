@@ -104,7 +104,7 @@ class Answer(NamedTuple):
     """The result of reading a file."""
 
     code: int  # exit code of the command; 0 if a function was called and returned
-    said: str  # its message
+    message: str
     result: object  # compared with the result for the intact file
 
 
@@ -328,7 +328,7 @@ def test_three_hundred_flips_over_every_file_are_found_or_harmless(made, capsys)
             assert expected[file].code == 0, (file, expected[file])
         with flipped(file, bit):
             answer = ask(file, made, run, draw)
-        is_named = file.name in answer.said and file.parent.name in answer.said
+        is_named = file.name in answer.message and file.parent.name in answer.message
         if is_named and answer.code in (ExitCode.DATA, ExitCode.IO):
             fate = "found"
         elif answer.code == 0 and answer.result == expected[file].result and kind in HARMLESS:
@@ -338,7 +338,9 @@ def test_three_hundred_flips_over_every_file_are_found_or_harmless(made, capsys)
         else:
             fate = "silent"
         if fate in ("silent", "without a name"):
-            unexpected.append(f"{file.relative_to(made.folder)} bit {bit}: {fate}: {answer.code} {answer.said[-300:]}")
+            unexpected.append(
+                f"{file.relative_to(made.folder)} bit {bit}: {fate}: {answer.code} {answer.message[-300:]}"
+            )
         fates.setdefault(kind, Counter())[fate] += 1
 
     with capsys.disabled():
@@ -361,7 +363,7 @@ def test_any_bit_of_the_excluded_steps_is_found(tmp_path):
             artifacts.read_record(file)
 
 
-def test_a_bit_of_the_journal_of_a_stopped_packing_makes_no_other_set(tmp_path):
+def test_flipped_bit_in_the_journal_of_interrupted_packing_does_not_change_the_set(tmp_path):
     stop_packing_in_the_middle(tmp_path / "stopped")
     whole = contents(pack_to_the_end(tmp_path / "stopped", tmp_path / "whole"))
     journal = tmp_path / "stopped" / "train.index.json.partial"

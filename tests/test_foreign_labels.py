@@ -107,7 +107,7 @@ def test_class_lists_are_read_in_both_directions(tmp_path: Path, content: object
 @pytest.mark.parametrize("content", [{"cat": 0, "dog": 2}, {"cat": 1, "dog": 2}, {"cat": 0, "dog": 0}])
 def test_class_lists_with_missing_ids_are_refused(tmp_path: Path, content: object) -> None:
     (tmp_path / "names.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match="its ids are not 0 to 1"):
+    with pytest.raises(DataError, match="the class ids are not 0 to 1"):
         read_class_list(tmp_path / "names.json")
 
 
@@ -134,7 +134,7 @@ def test_names_that_differ_only_in_their_unicode_form_are_reported_as_such(form:
         (["../im/0.jpg", "./../im/0.jpg"], None),
     ],
 )
-def test_every_file_has_a_key_of_its_own_or_is_refused_by_both_names(names: list[str], keys: list[str] | None) -> None:
+def test_every_file_has_a_unique_key_or_the_error_names_both_files(names: list[str], keys: list[str] | None) -> None:
     if keys is not None:
         assert keys_of(names) == keys
         return

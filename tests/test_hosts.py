@@ -21,7 +21,7 @@ import pytest
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import Record, read_metrics
 from tests.support import hosts
-from tests.support.drives import assert_same, assert_same_stage, said, stage, start
+from tests.support.drives import assert_same, assert_same_stage, output_of, stage, start
 from tests.support.hosts import ROOT, Host, Network
 from tests.support.ray_hosts import (
     PATIENCE,
@@ -63,7 +63,7 @@ def both(shared: Path) -> Iterator[tuple[RayHosts, Path]]:
     process = start(twin, *OVERRIDES)
     with RayHosts(shared, ["h0", "h1", "h2"]) as cluster:
         process.join()
-        assert process.exitcode == 0, said(twin)
+        assert process.exitcode == 0, output_of(twin)
         yield cluster, twin
 
 
@@ -89,27 +89,27 @@ def begin(cluster: RayHosts, run: Path, *overrides: str) -> Driver:
     return cluster.campaign(recipe, run, *OVERRIDES, *overrides)
 
 
-def has_said(driver: Driver, text: str) -> Callable[[], bool]:
+def has_printed(driver: Driver, text: str) -> Callable[[], bool]:
     """Return a function that tells whether the driver has printed the text."""
-    return lambda: text in driver.said
+    return lambda: text in driver.output
 
 
 def go_on(driver: Driver, attempt: int) -> tuple[float, float]:
     """Wait until the next attempt trains; return the seconds to the fault's detection, and from there to training."""
-    noticed_s = driver.until(lambda: driver.said.count("restarting from") >= attempt - 1, AGAIN_S)
-    again_s = driver.until(has_said(driver, f"attempt {attempt}: "), AGAIN_S)
+    noticed_s = driver.until(lambda: driver.output.count("restarting from") >= attempt - 1, AGAIN_S)
+    again_s = driver.until(has_printed(driver, f"attempt {attempt}: "), AGAIN_S)
     return noticed_s, again_s
 
 
 def verdict(driver: Driver) -> str:
     """Return the relevant part of the driver's last line about an ended attempt: rank, host and cause."""
-    lines = [line for line in driver.said.splitlines() if "restarting from" in line]
+    lines = [line for line in driver.output.splitlines() if "restarting from" in line]
     return lines[-1][:100]
 
 
 def verdict_or_none(driver: Driver) -> str:
     """Return the verdict, or a text if there is none."""
-    return verdict(driver) if "restarting from" in driver.said else "no verdict"
+    return verdict(driver) if "restarting from" in driver.output else "no verdict"
 
 
 # ------------------------------------------------------------------------ hosts
@@ -144,7 +144,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_link_is_cut_swallows_everything_is_slow_and_is_mended(tmp_path) -> None:
+def test_link_can_be_cut_slowed_and_restored_or_drop_all_packets(tmp_path) -> None:
     fifo = tmp_path / "ask"
     os.mkfifo(fifo)
     with Network(tmp_path) as network, (tmp_path / "answers").open("w") as answers:
@@ -210,7 +210,7 @@ def test_hosts_end_with_the_process_that_booted_them_even_if_it_is_killed(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [ONCE, LONG])
-def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, shared) -> None:
+def test_host_that_dies_during_a_step_does_not_change_the_results(rounds, cluster, twin, shared) -> None:
     """The run continues on the spare host; the dead host returns under its old name."""
     rng = random.Random(SEED)
     times_s: list[float] = []
@@ -224,7 +224,7 @@ def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, sha
         noticed_s, again_s = go_on(driver, attempt=2)
         if number + 1 < rounds:
             cluster.join(victim)
-        assert driver.wait(AGAIN_S) == 0, driver.said
+        assert driver.wait(AGAIN_S) == 0, driver.output
         print(f"FAULT_SEED={SEED} round {number}: {victim} with {killed} processes killed in mid-step; ", end="")
         print(f"noticed after {noticed_s:.1f} s, trained again {again_s:.1f} s later; {verdict(driver)}")
         assert victim not in newest_nodes(driver.run).values()
@@ -238,7 +238,7 @@ def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, sha
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [ONCE, LONG])
-def test_a_host_that_dies_in_mid_save_changes_nothing(rounds, cluster, twin, shared) -> None:
+def test_host_that_dies_during_a_save_does_not_change_the_results(rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 1)
     times_s: list[float] = []
     for number in range(rounds):
@@ -254,7 +254,7 @@ def test_a_host_that_dies_in_mid_save_changes_nothing(rounds, cluster, twin, sha
         noticed_s, again_s = go_on(driver, attempt=2)
         if number + 1 < rounds:
             cluster.join(victim)
-        assert driver.wait(AGAIN_S) == 0, driver.said
+        assert driver.wait(AGAIN_S) == 0, driver.output
         where = "amid its files" if amid else "just committed"
         print(f"FAULT_SEED={SEED} round {number}: {victim} killed in the save of step {step}, {where}; ", end="")
         print(f"noticed after {noticed_s:.1f} s, trained again {again_s:.1f} s later; {verdict(driver)}")
@@ -273,11 +273,11 @@ def test_run_waits_after_two_hosts_died_at_once_and_continues_when_they_return(c
     driver.until(has_reported(run, 12), AGAIN_S)
     for name in cluster.names[1:]:
         cluster.network[name].kill()
-    noticed_s = driver.until(has_said(driver, "restarting from"), AGAIN_S)
-    driver.until(has_said(driver, "waiting for the cluster: room for 1 of 2 workers"), AGAIN_S)
+    noticed_s = driver.until(has_printed(driver, "restarting from"), AGAIN_S)
+    driver.until(has_printed(driver, "waiting for the cluster: room for 1 of 2 workers"), AGAIN_S)
     cluster.join(*cluster.names[1:])
-    again_s = driver.until(has_said(driver, "attempt 2: "), AGAIN_S)
-    assert driver.wait(AGAIN_S) == 0, driver.said
+    again_s = driver.until(has_printed(driver, "attempt 2: "), AGAIN_S)
+    assert driver.wait(AGAIN_S) == 0, driver.output
     print(f"two hosts killed at once: noticed after {noticed_s:.1f} s, ", end="")
     print(f"trained again {again_s:.1f} s after they had joined")
     assert_same(run, twin)
@@ -294,7 +294,7 @@ def test_a_host_that_comes_back_under_its_old_name_at_once_is_another_one(cluste
     cluster.network[victim].kill()
     cluster.join(victim)
     go_on(driver, attempt=2)
-    assert driver.wait(AGAIN_S) == 0, driver.said
+    assert driver.wait(AGAIN_S) == 0, driver.output
     assert f"on {victim}, " in verdict(driver), verdict(driver)
     assert "its node " in verdict(driver), verdict(driver)
     assert_same(run, twin)
@@ -302,30 +302,30 @@ def test_a_host_that_comes_back_under_its_old_name_at_once_is_another_one(cluste
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [ONCE, LONG])
-def test_a_host_that_gives_notice_costs_no_step_and_is_no_incident(rounds, cluster, shared) -> None:
+def test_drained_host_loses_no_step_and_causes_no_incident(rounds, cluster, shared) -> None:
     """Runs have five times as many steps, because `ray drain-node` takes seconds."""
     rng = random.Random(SEED + 5)
     steps = "pretrain.steps=200"
     twin = shared / f"drain-{rounds}-twin"
     process = start(twin, *OVERRIDES, steps)
     process.join()
-    assert process.exitcode == 0, said(twin)
+    assert process.exitcode == 0, output_of(twin)
     for number in range(rounds):
         run = shared / f"drain-{rounds}-{number}"
         driver = begin(cluster, run, steps)
         driver.until(has_reported(run, rng.randrange(5, 25)), AGAIN_S)
         victim = a_worker_host(driver, rng)
         cluster.drain(victim, run, stays_s=60)
-        again_s = driver.until(has_said(driver, "attempt 2: "), AGAIN_S)
+        again_s = driver.until(has_printed(driver, "attempt 2: "), AGAIN_S)
         # A reclaimed host returns as a restarted one.
         cluster.network[victim].kill()
         if number + 1 < rounds:
             cluster.join(victim)
-        assert driver.wait(AGAIN_S) == 0, driver.said
+        assert driver.wait(AGAIN_S) == 0, driver.output
         print(f"FAULT_SEED={SEED} round {number}: {victim} gave notice; trained again {again_s:.1f} s later")
-        assert f"leaving the cluster: {victim} (its node is being drained)" in driver.said
+        assert f"leaving the cluster: {victim} (its node is being drained)" in driver.output
         assert not (stage(run) / "incidents.txt").exists()
-        assert "is slow" not in driver.said
+        assert "is slow" not in driver.output
         taken = [step for record in read_metrics(stage(run)) for step in steps_of(record)]
         assert taken == list(range(1, 201)), "every step once"
         assert_same_stage(stage(run), stage(twin))
@@ -350,26 +350,26 @@ def test_run_continues_with_fewer_or_more_workers_as_hosts_are_lost_and_join(clu
     for name in cluster.names[1:]:
         cluster.network[name].kill()
     noticed_s, again_s = go_on(driver, attempt=2)
-    assert "continuing with 1 of up to 2 workers: room for 1 of 2 workers" in driver.said
+    assert "continuing with 1 of up to 2 workers: room for 1 of 2 workers" in driver.output
 
     before_join = time.monotonic()
     cluster.join(cluster.names[1])
     join_s = time.monotonic() - before_join
-    grown_s = driver.until(has_said(driver, "scaling up from 1 to 2 workers, resuming from step "), AGAIN_S)
-    more_s = driver.until(has_said(driver, "attempt 3: "), AGAIN_S)
-    assert driver.wait(2 * AGAIN_S) == 0, driver.said
+    grown_s = driver.until(has_printed(driver, "scaling up from 1 to 2 workers, resuming from step "), AGAIN_S)
+    more_s = driver.until(has_printed(driver, "attempt 3: "), AGAIN_S)
+    assert driver.wait(2 * AGAIN_S) == 0, driver.output
     print(f"two hosts lost: noticed after {noticed_s:.1f} s, one worker trained {again_s:.1f} s later; ", end="")
     print(f"a host joined in {join_s:.1f} s; stopped {grown_s:.1f} s later, two trained {more_s:.1f} s after that")
     assert [record["world"] for record in read_metrics(stage(run), "start")] == [2, 1, 2]
     assert (stage(run) / "incidents.txt").read_text().count("its node ") == 1
-    (grown,) = re.findall(r"scaling up from 1 to 2 workers, resuming from step (\d+)", driver.said)
+    (grown,) = re.findall(r"scaling up from 1 to 2 workers, resuming from step (\d+)", driver.output)
     steps = {attempt: [] for attempt in (1, 2, 3)}
     for record in read_metrics(stage(run)):
         steps[record["attempt"]].append(record["step"])
     assert steps[2][-1] == int(grown) == steps[3][0] - 1, "no step is lost, and none done twice"
 
     process.join(2 * AGAIN_S)
-    assert process.exitcode == 0, said(alone)
+    assert process.exitcode == 0, output_of(alone)
     ours, theirs = (read_manifest(committed(stage(path) / "checkpoints")[0]) for path in (run, alone))
     assert ours.ledger == theirs.ledger
     assert ours.step == theirs.step == 1000
@@ -379,7 +379,7 @@ def test_run_continues_with_fewer_or_more_workers_as_hosts_are_lost_and_join(clu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [ONCE, QUARTER])
-def test_a_lost_head_costs_the_cluster_and_the_same_command_resumes_on_a_new_one(rounds, cluster, twin, shared) -> None:
+def test_same_command_resumes_on_a_new_cluster_after_the_head_is_lost(rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 6)
     for number in range(rounds):
         run = shared / f"head-{rounds}-{number}"
@@ -392,8 +392,8 @@ def test_a_lost_head_costs_the_cluster_and_the_same_command_resumes_on_a_new_one
         cluster.start()
         started_s = time.monotonic() - began
         driver = begin(cluster, run)
-        again_s = driver.until(has_said(driver, "resumed from step"), AGAIN_S)
-        assert driver.wait(AGAIN_S) == 0, driver.said
+        again_s = driver.until(has_printed(driver, "resumed from step"), AGAIN_S)
+        assert driver.wait(AGAIN_S) == 0, driver.output
         print(f"FAULT_SEED={SEED} round {number}: head lost; a new cluster took {started_s:.1f} s, ", end="")
         print(f"the same command trained {again_s:.1f} s later")
         assert_same(run, twin)
@@ -406,7 +406,7 @@ LOG_IN = "export RAY_AUTH_MODE=token; mkdir -p ~/.ray; cp {token} ~/.ray/auth_to
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", [Host.cut, Host.black_hole])
-def test_a_node_that_the_head_has_given_up_joins_again_as_soon_as_its_link_is_whole(fault, shared) -> None:
+def test_node_removed_by_the_head_rejoins_once_its_link_works(fault, shared) -> None:
     token = shared / "token-of-nodes"
     token.write_text(os.urandom(32).hex())
     login = LOG_IN.format(token=token)
@@ -506,9 +506,9 @@ def test_a_full_disk_on_one_host_does_not_stop_the_run(cluster, twin, shared) ->
     code = driver.wait(2 * AGAIN_S)
     # Its Ray may have given up, so give the next test a fresh host.
     cluster.network[victim].kill()
-    restarts = driver.said.count("restarting from")
+    restarts = driver.output.count("restarting from")
     print(f"FAULT_SEED={SEED + 4}: disk of {victim} full after step 7; {restarts} restarts; {verdict_or_none(driver)}")
-    assert code == 0, driver.said
+    assert code == 0, driver.output
     assert_same(run, twin)
 
 
@@ -546,7 +546,7 @@ def test_host_with_a_dead_link_is_detected_and_cannot_commit(fault, rounds, clus
             cluster.join(victim)
         print(f"FAULT_SEED={SEED} round {number}: {fault.__name__} of {victim}: noticed after ", end="")
         print(f"{noticed_s + 1.0:.1f} s, trained again {again_s:.1f} s later; {verdict(driver)}")
-        assert code == 0, driver.said
+        assert code == 0, driver.output
         for folder in committed(stage(run) / "checkpoints"):
             assert folder.name in before or read_manifest(folder).attempt == 2
         assert_same(run, twin)
@@ -569,17 +569,17 @@ def test_dead_link_of_5_s_restarts_nothing(fault, cluster, twin, shared) -> None
     steps = read_metrics(stage(run))[-1]["step"]
     dead_s = time.monotonic() - began
     again_s = driver.until(has_reported(run, steps + 1), AGAIN_S)
-    assert driver.wait(AGAIN_S) == 0, driver.said
+    assert driver.wait(AGAIN_S) == 0, driver.output
     print(f"{fault.__name__} of {victim} for {dead_s:.1f} s at step {steps}; the next step {again_s:.1f} s later")
     assert steps < 40, "the run had ended before the link was whole"
-    assert "restarting" not in driver.said
+    assert "restarting" not in driver.output
     assert not (stage(run) / "incidents.txt").exists()
     assert_same(run, twin)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [ONCE, QUARTER])
-def test_a_minute_of_delay_and_loss_restarts_nothing(rounds, cluster, twin, shared) -> None:
+def test_minute_of_network_delay_and_loss_causes_no_restart(rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 3)
     for number in range(rounds):
         run = shared / f"slow-{rounds}-{number}"
@@ -590,10 +590,10 @@ def test_a_minute_of_delay_and_loss_restarts_nothing(rounds, cluster, twin, shar
         time.sleep(60)
         slow_steps = sum(len(record["losses"]) for record in read_metrics(stage(run)))
         cluster.network[victim].mend()
-        assert driver.wait(AGAIN_S) == 0, driver.said
+        assert driver.wait(AGAIN_S) == 0, driver.output
         print(f"FAULT_SEED={SEED} round {number}: 200 ms and 5 % loss for 60 s to {victim}: ", end="")
         print(f"step {slow_steps} after it; no restart")
-        assert "restarting" not in driver.said
+        assert "restarting" not in driver.output
         assert slow_steps < 40, "the run had ended before the minute was over"
         assert_same(run, twin)
 
@@ -616,7 +616,7 @@ def preflight(cluster: RayHosts, run: Path, *overrides: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_preflight_names_the_slow_link_and_is_content_when_it_is_mended(cluster, shared) -> None:
+def test_preflight_names_the_slow_link_and_passes_once_it_is_repaired(cluster, shared) -> None:
     cluster.network["h2"].slow(delay_s=0.1, loss=0.0, seed=SEED)
     try:
         code, said_then = preflight(cluster, shared / "preflight", "cluster.workers=3", "pretrain.batch_size=24")
@@ -655,10 +655,10 @@ def test_a_run_directory_of_each_host_alone_is_refused_by_preflight_and_by_run(c
     recipe = shared / "alone.yaml"
     recipe.write_text(SMALL)
     driver = Driver(cluster, [str(recipe), f"run={run}", "cluster.backend=ray", *OVERRIDES], shared / "alone")
-    assert driver.wait(AGAIN_S) == 69, driver.said
-    print(driver.said)
-    assert "expected: a run directory on storage that every node mounts at the same path" in driver.said
-    assert "checkpoint step" not in driver.said
+    assert driver.wait(AGAIN_S) == 69, driver.output
+    print(driver.output)
+    assert "expected: a run directory on storage that every node mounts at the same path" in driver.output
+    assert "checkpoint step" not in driver.output
 
 
 # ------------------------------------------------------------------------ a node unlike the others
@@ -675,7 +675,7 @@ def restart_with_other_torch(cluster: RayHosts, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_node_with_another_torch_is_left_out_and_too_few_are_refused(cluster, twin, shared) -> None:
+def test_node_with_another_torch_is_excluded_and_too_few_nodes_are_refused(cluster, twin, shared) -> None:
     restart_with_other_torch(cluster, "h1")
     try:
         # Whether it runs a worker or is spare, this host is named, not rank 0 or the hosts that differ from it.
@@ -685,14 +685,14 @@ def test_a_node_with_another_torch_is_left_out_and_too_few_are_refused(cluster, 
         # With a worker on every host the start fails; with two workers it depends on Ray's placement.
         run = shared / "unlike"
         driver = begin(cluster, run, "cluster.workers.least=2", "cluster.workers.most=3", "pretrain.batch_size=12")
-        assert driver.wait(2 * AGAIN_S) == 0, driver.said
-        print(driver.said)
-        (line,) = (line for line in driver.said.splitlines() if "left out" in line)
+        assert driver.wait(2 * AGAIN_S) == 0, driver.output
+        print(driver.output)
+        (line,) = (line for line in driver.output.splitlines() if "left out" in line)
         assert "excluded from this campaign: h1 (node h1 has torch 2.12.0, 2 of 3 nodes have " in line
         assert sorted(newest_nodes(run).values()) == ["h0", "h2"]
         driver = begin(cluster, shared / "too-few", "cluster.workers=3", "pretrain.batch_size=12")
-        assert driver.wait(2 * AGAIN_S) == 69, driver.said
-        assert "without h1 the cluster has room for 2 of 3 workers" in driver.said
+        assert driver.wait(2 * AGAIN_S) == 69, driver.output
+        assert "without h1 the cluster has room for 2 of 3 workers" in driver.output
     finally:
         cluster.network["h1"].kill()
 

@@ -180,13 +180,13 @@ def test_a_package_imports_only_what_the_map_allows(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_inside_a_package_the_arrows_go_one_way(package: str) -> None:
+def test_imports_inside_a_package_go_one_way(package: str) -> None:
     names = circle(arrows(package))
     assert not names, f"a circle inside {package}: {' ← '.join(names)}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_between_the_wings_of_a_package_the_arrows_go_one_way(package: str) -> None:
+def test_imports_between_the_folders_of_a_package_go_one_way(package: str) -> None:
     """Wings must not import each other mutually, even if no two of their modules do."""
     arrows_of = arrows(package)
     names = circle(between_wings(arrows_of))
@@ -199,7 +199,7 @@ def test_between_the_wings_of_a_package_the_arrows_go_one_way(package: str) -> N
 
 
 @pytest.mark.parametrize(("wing", "other"), WALLS)
-def test_a_wall_between_two_wings_is_whole(wing: str, other: str) -> None:
+def test_one_folder_does_not_import_the_other(wing: str, other: str) -> None:
     """The second wing may pass arguments to the first, but the first must not import the second."""
     there = modules_of(other.split(".")[0])
     forbidden = {name for name in there if f"{name}.".startswith(f"{other}.")}
@@ -349,7 +349,7 @@ def test_a_package_is_not_named_like_a_module_of_the_standard_library() -> None:
 # ----------------------------------------------------------------------------- what tests and benchmarks name
 
 
-def test_whatever_tests_and_benchmarks_name_of_ours_is_there() -> None:
+def test_names_imported_by_tests_and_benchmarks_exist() -> None:
     """Mypy checks only the packages, and rarely run tests do not notice moved names."""
     problems = []
     for folder in ("tests", "benchmarks"):
@@ -454,7 +454,7 @@ def names_in(module: str) -> frozenset[str]:
         ("import models\nmodels.nothing", "models.nothing"),
     ],
 )
-def test_a_name_that_was_moved_is_missed(source: str, name: str) -> None:
+def test_check_reports_a_name_that_was_moved(source: str, name: str) -> None:
     assert missing_names(source) == [(len(source.splitlines()), name)]
 
 
@@ -501,7 +501,7 @@ def test_a_private_name_is_seen_however_it_is_reached(source: str) -> None:
     assert private_names("import ray\nray.util.get_node_ip_address()\nray.__version__", "ray") == []
 
 
-def test_a_circle_is_seen_in_either_way_of_writing_an_import() -> None:
+def test_import_cycle_is_found_in_both_forms_of_import() -> None:
     known = {"data.shards.index", "data.shards.indexing", "data.order", "data.shards.tar"}
     both_ways = "from data.shards import index\nimport data.order"
     assert targets(both_ways, known) == {"data.shards.index", "data.order"}

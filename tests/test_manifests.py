@@ -92,7 +92,7 @@ def documents() -> Iterator[dict[str, Any]]:
                 yield document
 
 
-def test_every_manifest_is_taken() -> None:
+def test_every_manifest_is_accepted() -> None:
     kinds = []
     for document in documents():
         assert refusals(document) == [], document["kind"]
@@ -100,7 +100,7 @@ def test_every_manifest_is_taken() -> None:
     assert {"RayCluster", "RayJob", "Job", "ClusterQueue"} <= set(kinds)
 
 
-def test_what_a_rule_or_a_schema_forbids_is_refused() -> None:
+def test_manifest_that_violates_a_rule_or_a_schema_is_refused() -> None:
     """The check above can fail: by a rule of each project, a wrong type, a wrong name."""
     by_kind = {document["kind"]: document for document in documents()}
     borrowing_alone = {"reclaimWithinCohort": "Never", "borrowWithinCohort": {"policy": "LowerPriority"}}

@@ -73,7 +73,7 @@ COMMANDS = """
 64 new photos --minutes 2weeks                => '2weeks' is not a duration|2min
 78 plan tiny.yaml pretrain.bs=64              => unknown key pretrain.bs; did you mean 'batch_size'?
 65 new photso                                 => did you mean 'photos'?
-64 new two words                              => 'two words' is one folder|quote its name
+64 new two words                              => 'two words' is a single folder|quote its name
 65 new wheel                                  => links to a folder above it|remove the link
 65 pack folder wheel out                      => links to a folder above it
 65 pack folder loose out                      => found none|--unlabelled
@@ -94,7 +94,7 @@ COMMANDS = """
 64 new loose --init weights                   => --init needs labels for fine-tuning|omit --init
 64 new photos --output empty                  => --output empty is a folder|for example empty/photos.yaml
 64 new photos --output nowhere/x.yaml         => the folder nowhere does not exist
-64 new photos/cat photos/dog loose            => no folder or pattern matches exactly these paths|a quoted pattern
+64 new photos/cat photos/dog loose            => no folder or pattern matches exactly these|a quoted pattern
 64 analyze weights photos                     => Missing option '--output'|photos/cat --output pictures
 64 analyze weights nowhere --output out       => no such file or folder: nowhere|expected image files
 64 evaluate                                   => Missing argument 'WEIGHTS'|pretrain runs/photos/parts/held-out
@@ -126,10 +126,10 @@ COMMANDS = """
 65 data check photos                          => python -m jobs pack folder photos photos-shards
 65 data repair shards/train shards/train      => contains the data set to repair|use another folder
 78 subset shards/train --output out           => the subset has no rule|expected one or more of keep
-78 subset shards/train --shots 5 --output out => shots needs a seed, but none is set|set one
+78 subset shards/train --shots 5 --output out => shots needs a seed, but no seed is set|set a seed
 78 plan tiny.yaml --gpu v100                  => did you mean 'h100'?
 74 run tiny.yaml run=/sys/run                 => /sys/run|or use another folder: run=/elsewhere
-69 run tiny.yaml cluster.gpus_per_worker=99   => 2 workers need 198 GPUs|cluster.gpus_per_worker=0
+69 run tiny.yaml cluster.gpus_per_worker=99   => at least 198 GPUs for 2 workers|cluster.gpus_per_worker=0
 """
 
 # The same for `plan tiny.yaml`, with the arguments after it.
@@ -158,7 +158,7 @@ KEYS = """
 65 pretrain.model.classes=2         => labels up to 9, but the model has only 2 classes|set pretrain.model.classes=10
 78 pretrain.model.classes=ten       => classes must be a whole number
 78 pretrain.model.image_size=20     => nearest image_size: 16 or 24
-78 pretrain.model.image_size=224x224 => one positive whole number or two
+78 pretrain.model.image_size=224x224 => one or two positive integers
 78 pretrain.model.heads=5           => not a multiple of 5 heads; nearest: 30 or 35
 78 pretrain.model.dropout=50%       => dropout must be a number, found 50%
 78 pretrain.model.pool=avg          => pool must be one of token, gap, map
@@ -177,10 +177,10 @@ KEYS = """
 78 pretrain.data.cache.limit_bytes=2h => expected a number of bytes, or one with a unit: 500MB, 80GB or 80GiB
 78 pretrain.compile=maybe           => pretrain.compile is maybe, expected true or false
 78 pretrain.data.augment.flip=2     => pretrain.data.augment.flip is 2, expected true or false
-78 pretrain.zero=5                  => zero is 5, expected a ZeRO stage 0, 1, 2 or 3
+78 pretrain.zero=5                  => zero is 5, expected ZeRO stage 0, 1, 2 or 3
 78 pretrain.precision=fp16          => did you mean 'bf16'?|expected one of bf16, fp32
 78 pretrain.optim.name=adamw        => did you mean 'adam'?
-78 pretrain.objective=masked        => has no labels: remove
+78 pretrain.objective=masked        => does not use labels; remove
 78 pretrain.batch_size=10           => nearest: 8 or 16|uneven=true
 78 pretrain.batch_size=2            => set micro_batch=1
 78 pretrain.keep=0                  => keep is 0, expected 2 or more
@@ -206,15 +206,14 @@ KEYS = """
 65 pretrain.data.train=tars/a.tar   => is a tar, one shard of a set|run python -m jobs index tars
 65 pretrain.data.train=empty        => neither tars nor images
 65 pretrain.data.train=shards       => use one of shards/test, shards/train
-65 pretrain.data.train=s3://bucket/train => python -m jobs index URL --output FOLDER
 78 pretrain.data.train=@shards/train => pretrain.data.train is @shards, but the recipe has no stage shards; known
 78 pretrain.data.train=@pretrain    => the stage itself|expected another stage, or a path
 78 pretrain.data.train=null         => pretrain.data.train is missing|set pretrain.data.train=FOLDER
 65 pretrain.init=nowhere            => no weights.safetensors in nowhere|pass a folder that contains this file
 65 pretrain.init=weights.npz        => python -m jobs import weights.npz FOLDER
 65 pretrain.init=weights/weights.safetensors => pass its folder: weights
-78 pretrain.init=weights pretrain.model.name=Ti/8 => width: 32 -> 192|remove these keys, and the name, from `model`
-78 pretrain.deepspeed=nowhere.json  => No such file|or deepspeed=null for none
+78 pretrain.init=weights pretrain.model.name=Ti/8 => width: 32 -> 192|remove these keys and the name from `model`
+78 pretrain.deepspeed=nowhere.json  => No such file|or deepspeed=null
 78 run=                             => run is empty, expected a folder
 78 run=tiny.yaml                    => tiny.yaml is a file|use another folder: run=…
 78 run=~nobody-here/x               => but there is no such user
@@ -224,8 +223,8 @@ KEYS = """
 # Text of the recipe, exit code of `plan recipe.yaml`, and expected parts of the error.
 RECIPES: dict[str, tuple[str | bytes, int, str]] = {
     "empty": ("", 78, "recipe.yaml has no stage|expected a section named pack, pretrain"),
-    "a list": ("- pretrain\n", 78, "is not a mapping|expected `key: value` lines"),
-    "a text": ("pretrain\n", 78, "is not a mapping|expected `key: value` lines"),
+    "a list": ("- pretrain\n", 78, "does not contain a mapping|expected lines such as `key: value`"),
+    "a text": ("pretrain\n", 78, "does not contain a mapping|expected lines such as `key: value`"),
     "tabs": (TINY.replace("  steps", "\tsteps"), 78, "line 8: found a tab|expected spaces"),
     "a key twice": (TINY + "  steps: 30\n", 78, "line 12: found duplicate key steps|remove one of the duplicates"),
     "one space more": (TINY.replace("  steps", "   steps"), 78, "line 8|the keys of a section in the same column"),
@@ -383,6 +382,7 @@ def test_a_stage_that_starts_over_lists_the_changed_keys(desk, monkeypatch, caps
         "(kept): batch_size: 8 → 16, steps: 12 → 24\n" in out or "(kept): steps: 12 → 24, batch_size: 8 → 16\n" in out
     )
     assert f"to start from those weights instead of random ones, set pretrain.init={folder}" in out
+    assert "train longer" not in out, "the batch size has changed too"
 
 
 def test_another_model_name_keeps_no_sizes_of_the_first(desk, monkeypatch, capsys):

@@ -116,7 +116,7 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
     assert main(["run", str(mixed)]) == 65
     assert "train without them: 'pretrain.data.drop=[low-000003.tar]'" in capsys.readouterr().err
     assert main(["run", str(mixed), "pretrain.data.drop=[low-3.tar]"]) == 65
-    assert "data.drop: 0 shards match low-3.tar, expected one: a name such as /" in capsys.readouterr().err
+    assert "data.drop: 0 shards match low-3.tar, expected exactly one: a name such as /" in capsys.readouterr().err
     assert main(["run", str(mixed), "pretrain.data.drop=[low-000003.tar]"]) == 0
     said = capsys.readouterr().out
     assert "data.drop: excluding 1 shard with 50 of 1,442 samples" in said
@@ -133,7 +133,7 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
     assert "except for data.drop: ['low-000003.tar'] → []; to run it again, move" in capsys.readouterr().out
 
 
-def test_a_dropped_shard_is_named_as_far_as_it_takes_to_tell_it_from_others(shards, tmp_path):
+def test_dropped_shard_needs_a_unique_end_of_its_path(shards, tmp_path):
     shutil.copytree(shards / "train", tmp_path / "other" / "train")
     sets = [load_index(shards / "train"), load_index(tmp_path / "other" / "train")]
     with pytest.raises(DataError, match=r"2 shards match train-000000\.tar, expected one"):
@@ -165,7 +165,7 @@ def test_plan_and_run_alike_refuse_a_set_without_samples(recipe, shards, tmp_pat
         assert f"pretrain: {tmp_path}/none has no samples" in capsys.readouterr().err
 
 
-def test_the_key_is_of_every_set_s_content_and_weight_but_not_of_where_it_is(recipe, shards, tmp_path):
+def test_key_depends_on_content_and_weight_of_every_set_but_not_on_its_path(recipe, shards, tmp_path):
     def key(a: Path, b: Path, weight: float = 1) -> str:
         sets = f"a: {{train: {a}, weight: 1}}, b: {{train: {b}, weight: {weight}}}"
         loaded = campaigns.load(recipe, [f"pretrain.data={{mixture: {{{sets}}}}}", "pretrain.data.train=null"])

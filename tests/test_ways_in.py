@@ -53,7 +53,7 @@ def test_a_pod_has_the_time_for_its_hook_and_a_stopped_job_for_its_commit() -> N
     assert variables["RAY_JOB_STOP_WAIT_TIME_S"] == str(STOP_GRACE_S)
 
 
-def test_pods_are_no_root_have_no_privileges_and_share_the_run_directory() -> None:
+def test_pods_run_without_root_or_privileges_and_share_the_run_directory() -> None:
     job_pod = manifest("submit.yaml")["spec"]["template"]["spec"]
     for pod in [*pods(), job_pod]:
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -66,7 +66,7 @@ def test_pods_are_no_root_have_no_privileges_and_share_the_run_directory() -> No
         assert volumes["shared"]["persistentVolumeClaim"] == {"claimName": "patchline-shared"}
 
 
-def test_a_cluster_asks_for_a_token_that_no_file_holds() -> None:
+def test_manifests_read_the_cluster_token_from_a_secret() -> None:
     for cluster in clusters():
         assert cluster["authOptions"] == {"mode": "token", "secretName": "patchline-token"}
         assert cluster["rayVersion"] == PINNED["ray"]
@@ -97,7 +97,7 @@ def test_a_campaign_under_kueue_names_the_queue_and_the_class_that_the_manifest_
 MISTAKES = {ExitCode.USAGE, ExitCode.DATA, ExitCode.CONFIG}  # which a restart does not fix
 
 
-def test_a_submitted_campaign_is_tried_again_after_a_commit_and_a_lost_head_and_not_after_a_mistake() -> None:
+def test_submitted_campaign_is_retried_after_a_commit_and_a_lost_head_but_not_after_a_mistake() -> None:
     job = manifest("submit.yaml")["spec"]
     actions: dict[str, set[int]] = {}
     for rule in job["podFailurePolicy"]["rules"]:
@@ -115,7 +115,7 @@ def test_a_submitted_campaign_is_tried_again_after_a_commit_and_a_lost_head_and_
     assert "run=$RUN" in words
 
 
-def test_the_slurm_script_tells_its_own_child_and_requeues_by_exit_code(tmp_path) -> None:
+def test_slurm_script_signals_its_driver_and_requeues_by_exit_code(tmp_path) -> None:
     """Runs the script with fake commands that print their arguments; the driver exits with a code or waits for TERM."""
     script = DEPLOY / "slurm" / "train.sbatch"
     told = tmp_path / "told"
@@ -179,7 +179,7 @@ def units() -> dict[str, configparser.ConfigParser]:
     return parsed
 
 
-def test_the_units_restart_what_may_go_on_and_hand_the_token_on() -> None:
+def test_units_restart_resumable_exits_and_pass_the_token_on() -> None:
     found = units()
     assert found.keys() == {"patchline-head.service", "patchline-node.service", "patchline-driver@.service"}
     for name, unit in found.items():

@@ -1,7 +1,7 @@
 """Decode, crop, resize and flip JPEGs on the GPU (`data.decode=gpu`), with nvJPEG through TorchCodec.
 
 1. A decoding process reads a JPEG, checks its header, draws the crop box and the flip, and stores the encoded bytes in
-   the image's row of the batch, together with an `Encoded`. It decodes images that nvJPEG does not support itself.
+   the image's row of the batch, together with an `Encoded`. It decodes an image itself if nvJPEG does not support it.
 2. The loader passes all encoded rows of a micro-batch to the decoder in one call.
 3. Each image is cropped to its box, averaged over 2, 4 or 8 pixels if a CPU process would have decoded it at that
    reduced scale, resized and flipped on the device.
@@ -40,7 +40,9 @@ def torchcodec() -> Decode:
 
 
 class DeviceDecoder:
-    """Decodes the encoded rows of a micro-batch on the model's device; raises DataError without TorchCodec.
+    """Decodes the encoded rows of a micro-batch on the model's device.
+
+    Raises DataError if TorchCodec is not installed.
 
     With `reduced`, it averages pixels if a CPU process would have decoded the image at a reduced scale.
     """
@@ -51,7 +53,7 @@ class DeviceDecoder:
         self.decode = torchcodec()
 
     def rows(self, images: Tensor, encoded: Sequence[Encoded]) -> tuple[Tensor, list[int]]:
-        """Return `images` (b, S, S, 3) on the device with the encoded rows decoded, and the rejected row numbers."""
+        """Return `images` (b, S, S, 3) on the device, with encoded rows decoded, and the numbers of rejected rows."""
         # Only the first `bytes` bytes of a row are the JPEG; the rest is left over from an earlier batch.
         sources = []
         for jpeg in encoded:
@@ -80,7 +82,10 @@ class DeviceDecoder:
         return on_device, rejected
 
     def decoded(self, sources: list[Tensor]) -> Sequence[Tensor | None]:
-        """Decode images to (3, H, W), with None for each rejected image; raises OutOfMemoryError."""
+        """Decode images to (3, H, W), with None for each rejected image.
+
+        Raises OutOfMemoryError if the device has too little free memory.
+        """
         try:
             return self.decode(sources, device=self.device)
         except torch.OutOfMemoryError:

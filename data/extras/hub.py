@@ -50,7 +50,7 @@ def client_package() -> Any:
         import huggingface_hub
         import huggingface_hub.errors  # its submodules are loaded lazily
     except ImportError:
-        raise DataError("hf:// needs a client: pip install huggingface_hub") from None
+        raise DataError("hf:// needs a client library; run pip install huggingface_hub") from None
     return huggingface_hub
 
 
@@ -92,8 +92,8 @@ def parsed(url: str) -> Any:
 def pin(url: str, folder: Path, with_retries: Callable[[str, Callable[[], str]], str], timeout_s: float) -> str:
     """Replace the revision in a URL with its commit: the commit recorded in `folder`, or else the current one.
 
-    The current commit is then recorded in `folder`. `with_retries` sends a request, with retries. Raises DataError if
-    the data set or its revision does not exist, StorageError if the data set is gated and the token has no access.
+    The commit is then recorded in `folder`. `with_retries` calls a function, with retries. Raises DataError if the data
+    set or its revision does not exist, or StorageError if the data set is gated and the token has no access.
     """
     parts = parsed(url)
     name = f"datasets/{parts.id}@{parts.revision or 'main'}"
@@ -109,7 +109,10 @@ def pin(url: str, folder: Path, with_retries: Callable[[str, Callable[[], str]],
 
 
 def commit_of(url: str, timeout_s: float) -> str:
-    """Return the commit of a data set's revision, after checking the token's access. Raises the errors of `pin`."""
+    """Return the commit of a data set's revision, and check that the token has access to the files.
+
+    Raises the errors of `pin`.
+    """
     package = client_package()
     errors = package.errors
     parts = parsed(url)
@@ -122,7 +125,8 @@ def commit_of(url: str, timeout_s: float) -> str:
         api.auth_check(parts.id, repo_type="dataset")
     except errors.GatedRepoError:
         raise StorageError(
-            f"{place}: denied, HF_TOKEN {has_token}: {DENIALS['GatedRepo']}\n  {endpoint()}/datasets/{parts.id}"
+            f"{place}: access denied (HF_TOKEN {has_token}): {DENIALS['GatedRepo']}\n"
+            f"  request access at {endpoint()}/datasets/{parts.id}"
         ) from None
     except errors.RepositoryNotFoundError:
         raise DataError(
@@ -131,7 +135,7 @@ def commit_of(url: str, timeout_s: float) -> str:
         ) from None
     except errors.RevisionNotFoundError:
         raise DataError(
-            f"{place}: no revision {parts.revision}\n  expected a branch, a tag or a commit of "
+            f"{place}: there is no revision {parts.revision}\n  expected a branch, a tag or a commit of "
             f"{endpoint()}/datasets/{parts.id}/commits\n  check the part after @"
         ) from None
     return commit
@@ -142,7 +146,7 @@ def commit_of(url: str, timeout_s: float) -> str:
 
 @contextmanager
 def request_file(url: str, timeout_s: float, byte_range: str) -> Iterator[http.client.HTTPResponse]:
-    """Context manager that yields the response to a range request, with the errors of `request_https`."""
+    """Context manager that yields the response to a range request; raises the errors of `request_https`."""
     with ExitStack() as stack:
         answer = None
         signed = _signed.get(url)  # another thread may clear the table

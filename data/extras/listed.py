@@ -3,7 +3,7 @@
 A list has one of these formats:
     a text file, one sample per line      n0144, or the shard, a tab and the key
     a .json file with the same entries    ["n0144", ["train-000021.tar", "n0145"]]
-    the leaks.json of `patchline leaks`   all of its training and test samples in this data set
+    the leaks.json of `patchline leaks`   the samples of its pairs, training or test, that are in this data set
 
 A shard is named by the end of its path, long enough to be unambiguous. A listed sample missing from the data set is an
 error: otherwise a list for a different data set would silently exclude nothing. With a leaks.json, the data set must be
@@ -40,7 +40,7 @@ def listed_rows(path: str, index: Index) -> np.ndarray:
         samples: list[Listed] = []
         if path.endswith(".json"):
             if not isinstance(content, list) or not content:
-                raise ValueError("the JSON value is not a list, or is an empty list")
+                raise ValueError("the JSON value is not a list, or the list is empty")
             for entry in content:
                 shard, key = ("", entry) if isinstance(entry, str) else entry
                 if not isinstance(shard, str) or not isinstance(key, str):
@@ -56,7 +56,7 @@ def listed_rows(path: str, index: Index) -> np.ndarray:
     except FileNotFoundError:
         raise DataError(f"{path}: file not found; expected a text file with one sample per line") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+        raise DataError(f"{path}: invalid UTF-8 at byte {error.start}; save it as UTF-8") from None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path}: not a list of samples: {error}\n"
@@ -77,7 +77,7 @@ def leaked_rows(path: str, index: Index) -> np.ndarray:
     if not sides:
         digests = [compared.digest[:12] for compared in (*leaks.train, *leaks.test)]
         raise DataError(
-            f"{path}: covers data sets with the digests {', '.join(digests)}, but the digest of this one is "
+            f"{path}: the list is for data sets with the digests {', '.join(digests)}, but the digest of this one is "
             f"{index.digest[:12]}\n  expected a leaks.json for {index.tables}, or for its parent data set"
         )
     for side in sides:
@@ -130,13 +130,13 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
         elif len(shards) > 1:
             ambiguous.append(f"{printable(key)} ({', '.join(sorted(shards)[:3])})")
     problems = (
-        (missing, f"{len(samples):,} samples are not in {index.tables}", "only samples of this set"),
-        (ambiguous, "keys are in several shards", "the shard and a tab before each of these keys"),
+        (missing, f"{len(samples):,} listed samples are not in {index.tables}", "only samples of this set"),
+        (ambiguous, "listed keys are in several shards", "the shard and a tab before each of these keys"),
     )
     for entries, problem, expected in problems:
         if entries:
             first = few(entries, MAX_SHOWN, ", …")
-            raise DataError(f"{path}: {len(entries):,} of its {problem}: {first}\n  expected {expected}")
+            raise DataError(f"{path}: {len(entries):,} of the {problem}: {first}\n  expected {expected}")
     return np.concatenate(rows)
 
 

@@ -1,6 +1,6 @@
 """RandAugment as in big_vision (SPEC 2.6; its pp/archive/autoaugment.py), with Pillow's operations.
 
-There are sixteen operations, without identity. Each layer always applies one of them; all use the same magnitude.
+Identity is not among the sixteen operations. Each layer always applies one of them; all use the same magnitude.
 The original reimplements Pillow's operations in TensorFlow; it truncates smoothed and grey values, which Pillow rounds.
 Magnitude 0 is not a no-op: it posterises to one bit, solarises everything and removes nine tenths of the colour.
 

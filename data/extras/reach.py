@@ -1,4 +1,4 @@
-"""Measure whether and how fast this node can read a data set, local or remote, from samples of a few shards."""
+"""Check whether this node can read a local or remote data set, and how fast, by reading parts of a few shards."""
 
 import os
 import time
@@ -24,7 +24,7 @@ class Reach(TypedDict):
 
 
 def measure_reads(path: str) -> Reach:
-    """Measure reads from the beginning of the first, middle and last shards of the data set with the index `path`."""
+    """Read the beginning of the first, middle and last shards of the data set with the index `path`, and time it."""
     reach: Reach = {"bytes": 0, "seconds": 0.0, "error": ""}
     began = time.monotonic()
     place = path

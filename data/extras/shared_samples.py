@@ -8,7 +8,7 @@ from data.index.index import Index
 
 
 def shared_samples(index: Index, other: Index) -> tuple[int, int]:
-    """Return how many samples of `index` are also in `other`, matched by tar and position, and by content.
+    """Return two counts of the samples of `index` that are also in `other`: by position in the same tar, by content.
 
     Subsets share positions with their parent and with each other. Images packed twice, or copied to another data set,
     match only by content.

@@ -1,1 +1,1 @@
-"""Decode images, augment them for training, and preprocess them exactly for evaluation."""
+"""Decode images, augment them for training, and preprocess them for evaluation exactly as the reference does."""

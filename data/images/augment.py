@@ -56,10 +56,11 @@ class AugmentConfig:
         at_least(self, 0, "randaug_layers randaug_magnitude", "augment.")
         if self.squash is not None and self.crop != "random":
             raise ConfigError(
-                f"augment.squash is {self.squash}, expected null with crop: {self.crop}; it needs crop: random"
+                f"augment.squash is {self.squash}, but it has no effect with augment.crop={self.crop}; set "
+                "augment.squash=null, or augment.crop=random"
             )
         if self.min_area > 1:
-            raise ConfigError(f"augment.min_area is {self.min_area}, expected 1 (the whole image) or less")
+            raise ConfigError(f"augment.min_area is {self.min_area}, expected at most 1 (the whole image)")
         if self.min_aspect > self.max_aspect:
             raise ConfigError(
                 f"augment.min_aspect is {self.min_aspect}, expected at most augment.max_aspect, "
@@ -127,7 +128,10 @@ def draw(header: Header, draws: Draws, cfg: AugmentConfig) -> tuple[Box, bool]:
 
 
 def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out: np.ndarray) -> None:
-    """Decode, crop, resize, flip and distort into `out` (image_size, image_size, 3) uint8; raises BadImage."""
+    """Decode, crop, resize, flip and distort an image, and write it to `out` (image_size, image_size, 3) uint8.
+
+    Raises BadImage if the image cannot be decoded.
+    """
     header = read_header(data)
     if cfg.crop == "random":
         # Crop a square from an image whose shorter side is 8/7 of the square's: 256 for 224. The offsets depend on the

@@ -132,7 +132,9 @@ def read_header(data: bytes) -> Header:
 
 
 def read_jpeg(data: bytes) -> Header:
-    """Read the size from the last frame header before the first scan; raises BadImage, struct.error and IndexError.
+    """Read the size of a JPEG from the last frame header before its first scan.
+
+    Raises BadImage, struct.error or IndexError if the segments before that scan are damaged.
 
     Markers are found as libjpeg finds them (jdmarker.c), so that this header and the decoder never disagree: bytes
     between segments are skipped unless they are a marker, any number of 0xFF may precede a marker, and restart markers
@@ -207,7 +209,7 @@ def read_webp(data: bytes) -> Header:
 
 
 def decode(data: bytes) -> np.ndarray:
-    """Return the whole image as RGB (H, W, 3) uint8; raises BadImage."""
+    """Return the whole image as RGB (H, W, 3) uint8; raises BadImage if it cannot be decoded."""
     return decode_whole(data, read_header(data))
 
 
@@ -221,7 +223,7 @@ def decode_whole(data: bytes, header: Header) -> np.ndarray:
 
 
 def decode_cmyk(data: bytes, header: Header) -> np.ndarray:
-    """Decode a four-channel JPEG to RGB, as TensorFlow's decode_jpeg does; raises BadImage.
+    """Decode a four-channel JPEG to RGB, as TensorFlow's decode_jpeg does; raises BadImage if that fails.
 
     With an Adobe marker, the stored values are inverted: r = k · c / 255. Without a marker,
     r = (255 - k)(255 - c) / 255 (tensorflow/core/lib/jpeg/jpeg_mem.cc).
@@ -258,7 +260,7 @@ def without_metadata(png: bytes) -> bytes:
 
 
 def opencv_decode(data: bytes, flags: int) -> np.ndarray:
-    """Decode an image with OpenCV and these flags; raises BadImage."""
+    """Decode an image with OpenCV and these flags; raises BadImage if OpenCV cannot decode it."""
     is_png = data.startswith(PNG_START)
     if is_png and (ANIMATION in data or len(data) > LARGEST_TEXT):
         data = without_metadata(data)
@@ -275,7 +277,7 @@ def opencv_decode(data: bytes, flags: int) -> np.ndarray:
 
 
 def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndarray:
-    """Return the pixels inside `box`; a JPEG at 1/2, 1/4 or 1/8 scale if at least `covering` pixels per side remain.
+    """Return the pixels inside `box`; a JPEG is decoded at down to 1/8 scale if `covering` pixels per side remain.
 
     Only the box is decoded; at a reduced scale, its edges move by at most half a reduced pixel. With `covering` 0, the
     scale is not reduced. Raises BadImage.
@@ -320,7 +322,7 @@ def reduced_box(box: Box, header: Header, denominator: int) -> Box:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the binding, compiled if needed; log and return None without a compiler or Pillow's wheel."""
+    """Return the binding, compiled if needed; if that fails, log the reason and return None."""
     if os.environ.get("PATCHLINE_JPEG") == "opencv":
         return None
     try:
@@ -328,7 +330,7 @@ def library() -> ctypes.CDLL | None:
         binding = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError, PackageNotFoundError) as error:
         reason = f"{type(error).__name__} {error}".strip()
-        logging.getLogger(__name__).warning("decoding whole images with OpenCV, which is slower: %s", reason)
+        logging.getLogger(__name__).warning("random crops are slower, because OpenCV decodes whole images: %s", reason)
         return None
     # Argument types of the C functions in jpeg.cpp; the first two functions return 0 on success.
     size = ctypes.c_size_t
@@ -341,9 +343,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def compile_binding() -> Path:
-    """Return the path of the binding, compiled if the cache folder lacks it; its name depends on all build inputs.
+    """Return the path of the binding; compile it if the cache folder does not contain it yet.
 
-    Raises OSError and subprocess.SubprocessError if compiling fails, PackageNotFoundError without Pillow.
+    The file name includes a digest of all build inputs. Raises OSError or subprocess.SubprocessError if compiling
+    fails, or PackageNotFoundError if Pillow is not installed.
     """
     # Find the libjpeg-turbo in Pillow's wheel.
     libjpeg = None
@@ -352,7 +355,7 @@ def compile_binding() -> Path:
             libjpeg = Path(str(file.locate())).resolve()
             break
     if libjpeg is None:
-        raise FileNotFoundError("this build of Pillow contains no libjpeg; install Pillow's wheel")
+        raise FileNotFoundError("this build of Pillow does not contain libjpeg; install Pillow from its wheel")
     digest = sha256(SOURCE.read_bytes() + str(libjpeg).encode() + os.uname().machine.encode()).hexdigest()
     path = state_folder() / f"jpeg-{digest[:16]}.so"
     # Never load a library that another user has put into a shared cache folder. The sha256 at the end of the file does
@@ -374,9 +377,9 @@ def compile_binding() -> Path:
 
 
 def decode_region(data: bytes, denominator: int, region: tuple[int, int, int, int]) -> np.ndarray:
-    """Decode a region at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); raises BadImage.
+    """Decode a region of a JPEG at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3).
 
-    The region is (y, x, h, w) in pixels of the reduced image.
+    The region is (y, x, h, w) in pixels of the reduced image. Raises BadImage if it cannot be decoded.
     """
     y, x, h, w = region
     binding = library()
@@ -400,7 +403,9 @@ def require_binding() -> ctypes.CDLL:
     """Return the binding; raises OSError if it cannot be compiled or loaded."""
     binding = library()
     if binding is None:
-        raise OSError("restart markers need the compiled binding: install a C++ compiler and Pillow's wheel")
+        raise OSError(
+            "restart markers need the compiled JPEG binding; install a C++ compiler, and Pillow from its wheel"
+        )
     return binding
 
 
@@ -408,7 +413,7 @@ def add_restarts(data: bytes) -> bytes | None:
     """Add restart markers inside a JPEG's rows of blocks without changing the pixels; return None if libjpeg warns.
 
     A decoder can then skip the data outside a crop. Progressive files become sequential, and metadata is removed.
-    Raises OSError without the binding.
+    Raises OSError if the binding is not available.
     """
     binding = require_binding()
     out = ctypes.c_void_p()
@@ -421,5 +426,5 @@ def add_restarts(data: bytes) -> bytes | None:
 
 
 def is_damaged(data: bytes) -> bool:
-    """Return whether libjpeg decodes this JPEG only with warnings; False without the binding."""
+    """Return whether libjpeg decodes this JPEG only with warnings; False if the binding is not available."""
     return library() is not None and add_restarts(data) is None

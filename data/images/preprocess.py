@@ -3,8 +3,9 @@
 1. `parse_ops` converts an op string in big_vision's syntax to functions and arguments.
 2. `preprocess` applies them to an image one after the other.
 3. Each op reimplements its TensorFlow original in NumPy bit for bit, with the same float32 operations in the same
-   order. TensorFlow has three kinds of resizing: `bilinear` combines two source rows into each new row; `area_taps` and
-   `triangle_taps` give the source rows and weights of each new row, which `weighted_sum` adds in the kernel's order.
+   order. TensorFlow has three kinds of resizing: `bilinear` combines two source rows into each output row; `area_taps`
+   and `triangle_taps` give the source rows and weights of each output row, and `weighted_sum` adds the rows in the
+   kernel's order.
 
 Ops that return uint8 truncate, like the original's cast; `resize_float` is vit_jax's and stays in float32. The ops are
 tested against arrays of TensorFlow 2.21 on x86-64; builds that fuse multiplication and addition (Arm, `-mfma`) round
@@ -61,7 +62,7 @@ def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
             continue
         is_whole = text.endswith(")") == ("(" in text)
         if not is_whole:
-            raise ValueError(f"preprocessing op {text!r} lacks a bracket; expected for example resize(224)")
+            raise ValueError(f"preprocessing op {text!r} lacks a bracket; expected something like resize(224)")
         name, _, arguments = text.removesuffix(")").partition("(")
         if name not in OPS:
             raise ValueError(
@@ -110,26 +111,28 @@ def shape_of(ops: str) -> tuple[int, ...]:
             size = arguments[0]
             sides = size if isinstance(size, tuple) else (size, size)
             if len(sides) != 2:
-                raise ValueError(f"{text}: {len(sides)} sides, expected one number or (height, width)")
+                raise ValueError(f"{text} has {len(sides)} sides, expected one number or (height, width)")
             pixels = 1
             for side in sides:
                 is_number = isinstance(side, int | float) and not isinstance(side, bool)
                 if not is_number or side < 1 or side != side // 1:
-                    raise ValueError(f"{text}: a side of {side} pixels, expected a whole number of 1 or more")
+                    raise ValueError(f"{text} has a side of {side} pixels, expected a whole number of 1 or more")
                 pixels *= int(side)
             if pixels > MAX_PIXELS:
-                raise ValueError(f"{text}: {pixels:,} pixels, expected at most {MAX_PIXELS:,}")
+                raise ValueError(f"{text} produces {pixels:,} pixels, expected at most {MAX_PIXELS:,}")
         try:
             image = op(image, *arguments)
         except TypeError as error:  # wrong number or type of arguments
-            raise ValueError(f"{text}: {error}; expected for example resize(224)") from None
+            raise ValueError(f"{text}: {error}; expected something like resize(224)") from None
         except BadImage as error:
             raise ValueError(f"{text} of a {EXAMPLE_SIDE}×{EXAMPLE_SIDE} image: {error}") from None
     # Evaluation maps 0 … 255 to −1 … 1 itself: already scaled pixels would nearly all become −1.
     first_row = image[0].astype(np.float32)  # all rows are equal
     stays_white = bool(np.all(abs(first_row - WHITE) <= MAX_ROUNDING))
     if not stays_white:
-        raise ValueError(f"{ops!r} scales the pixels, which evaluation does itself; remove that op")
+        raise ValueError(
+            f"{ops!r} scales the pixel values, but evaluation scales them itself; remove the op that does so"
+        )
     return image.shape
 
 
@@ -189,7 +192,7 @@ def central_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
     h, w = both_sides(size)
     H, W = image.shape[:2]
     if h > H or w > W:
-        raise ValueError(f"central_crop({h}, {w}) of a {H}×{W} image: put a resize before it")
+        raise ValueError(f"central_crop({h}, {w}) is larger than the {H}×{W} image; put a resize before it")
     y = (H - h) // 2
     x = (W - w) // 2
     return image[y : y + h, x : x + w]
@@ -201,7 +204,9 @@ def resize_pillow(image: np.ndarray, size: int | tuple[int, int], filter: str) -
     Raises ValueError for an unknown filter, and BadImage if the longer side would become too long.
     """
     if filter not in PILLOW_FILTERS:
-        raise ValueError(f"resize_pillow has no filter {filter!r}; expected one of {', '.join(PILLOW_FILTERS)}")
+        raise ValueError(
+            f"resize_pillow does not support the filter {filter!r}; expected one of {', '.join(PILLOW_FILTERS)}"
+        )
     H, W = image.shape[:2]
     h, w = size if isinstance(size, tuple) else (size, size)
     # torchvision truncates the longer side; resize_small rounds it.
@@ -224,7 +229,7 @@ def center_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
     h, w = both_sides(size)
     H, W = image.shape[:2]
     if h > H or w > W:
-        raise ValueError(f"center_crop({h}, {w}) of a {H}×{W} image: put a resize before it")
+        raise ValueError(f"center_crop({h}, {w}) is larger than the {H}×{W} image; put a resize before it")
     y = round((H - h) / 2)
     x = round((W - w) / 2)
     return image[y : y + h, x : x + w]
@@ -249,7 +254,7 @@ def vgg_value_range(image: np.ndarray) -> np.ndarray:
 
 
 def vit_jax_eval(image: np.ndarray, size: int) -> np.ndarray:
-    """Apply vit_jax's whole evaluation preprocessing: resize to a square, then map to −1 … 1."""
+    """Apply vit_jax's complete evaluation preprocessing: resize to a square, then map to −1 … 1."""
     centre = np.float32(127.5)
     return (resize_float(image, size) - centre) / centre
 
@@ -290,7 +295,7 @@ def bilinear(image: np.ndarray, h: int, w: int, centre: float = 0.5) -> np.ndarr
 
 
 def two_taps(size: int, new: int, centre: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return, for each new row, its two source rows and the weight of the second; each array is (new,)."""
+    """Return the two source rows of each output row, and the weight of the second; each array is (new,)."""
     at = (np.arange(new, dtype=np.float32) + np.float32(centre)) * np.float32(size / new) - np.float32(centre)
     first = np.floor(at)
     second = np.ceil(at)
@@ -298,9 +303,9 @@ def two_taps(size: int, new: int, centre: float) -> tuple[np.ndarray, np.ndarray
 
 
 def weighted_sum(taps: Taps, image: np.ndarray, axis: int) -> np.ndarray:
-    """Compute each new row (column for axis 1) as a weighted sum of source rows, in float32.
+    """Compute each output row (column for axis 1) as a weighted sum of source rows, in float32.
 
-    rows[k] holds the k-th source row of every new row, factors[k] its weight.
+    rows[k] holds the k-th source row of every output row, factors[k] its weight.
     """
     rows, factors = taps
     along_axis = (-1, 1, 1) if axis == 0 else (1, -1, 1)
@@ -314,9 +319,10 @@ def weighted_sum(taps: Taps, image: np.ndarray, axis: int) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def area_taps(size: int, new: int) -> Taps:
-    """Return the source rows that each new row overlaps, and the overlaps as weights; float32, see resize_area_op.cc.
+    """Return the source rows that each output row overlaps, and the overlaps as float32 weights.
 
-    From 3 rows to 2, the first new row is row 0 and half of row 1; the second is the other half and row 2.
+    Follows resize_area_op.cc. From 3 rows to 2, the first output row is row 0 and half of row 1; the second is the
+    other half and row 2.
     """
     scale = np.float32(size) / np.float32(new)  # source rows per new row, rounded as in TensorFlow
     start = np.arange(new, dtype=np.float32) * scale
@@ -341,10 +347,10 @@ def area_taps(size: int, new: int) -> Taps:
 
 @lru_cache(maxsize=256)
 def triangle_taps(size: int, new: int) -> Taps:
-    """Return the source rows under each new row's triangle, and their weights; see scale_and_translate_op.cc.
+    """Return the source rows under each output row's triangle, and their weights; see scale_and_translate_op.cc.
 
-    This is tf.image.resize's bilinear with antialiasing: the triangle widens with the shrinking factor. The weights sum
-    to 1 at the borders too.
+    This is tf.image.resize's bilinear with antialiasing: the triangle widens in proportion to the downscaling factor.
+    The weights sum to 1 at the borders too.
     """
     old_per_new = np.float32(1 / np.float64(np.float32(new) / np.float32(size)))
     radius = max(old_per_new, np.float32(1))

@@ -1,4 +1,4 @@
-"""Read and write the JSON of an index; its seal and digest are checked.
+"""Read and write the JSON of an index; every read checks its seal and digest.
 
     train.index.json         {"schema": 1, "directory": ".", "digest": "9f3c…", "class_counts": [600, 650],
                               "names": ["cat", "dog"], "origin": null,
@@ -44,7 +44,10 @@ HELD_PER_BYTE = 3.6  # bytes of Python objects per byte of JSON: 139 MiB for 38 
 
 
 def load_index(path: str | os.PathLike[str]) -> Index:
-    """Load an index from its JSON file, or from a folder with exactly one index; raises DataError."""
+    """Load an index from its JSON file, or from a folder with exactly one index.
+
+    Raises DataError if the index is missing, invalid or altered, or if the folder has several.
+    """
     if "://" in str(path):
         raise DataError(f"{path}: an index must be local; create one with `python -m jobs index URL --output FOLDER`")
     path = Path(path)
@@ -216,7 +219,7 @@ def read_large(path: Path) -> tuple[Mapping[str, Any], Sequence[Shard]]:
     """Load an index as `read_json` does, but with memory-mapped shards.
 
     The first process on each node writes the column files. If they cannot be written, every process loads all shards
-    and a warning is logged. Raises DataError.
+    and a warning is logged. Raises the errors of `read_json`.
     """
     with open(path, "rb") as file:
         columns = state_folder() / "indexes" / f"{file_digest(file, 'sha256').hexdigest()}.columns"
@@ -226,8 +229,8 @@ def read_large(path: Path) -> tuple[Mapping[str, Any], Sequence[Shard]]:
         reason = error_text(error) if isinstance(error, OSError) else str(error).splitlines()[0]
         held_mb = HELD_PER_BYTE * path.stat().st_size / 1e6
         logging.getLogger(__name__).warning(
-            f"{path}: cannot store its columns in {columns.parent} ({reason}): every process uses about "
-            f"{held_mb:.0f} MB for the whole index; set PATCHLINE_CACHE to a writable folder"
+            f"{path}: cannot store its columns in {columns.parent} ({reason}): every process needs about "
+            f"{held_mb:.0f} MB for its own copy of the index; set PATCHLINE_CACHE to a writable folder"
         )
         return read_json(path, path.read_bytes())
     # Record the time of last use; this fails if the file belongs to another user.
@@ -239,7 +242,7 @@ def read_large(path: Path) -> tuple[Mapping[str, Any], Sequence[Shard]]:
 def make_columns(path: Path, columns: Path) -> MappedShards:
     """Write the columns of an index, while other processes of the node wait for the lock.
 
-    Raises DataError, and OSError and StorageError if the folder cannot be written.
+    Raises the errors of `read_json`, or OSError or StorageError if the columns cannot be written.
     """
     columns.parent.mkdir(parents=True, exist_ok=True)
     with locked(columns.with_suffix(".lock")):
@@ -248,7 +251,7 @@ def make_columns(path: Path, columns: Path) -> MappedShards:
         if shards is not None:
             return shards
         if columns.exists():
-            logging.getLogger(__name__).warning(f"{columns}: truncated or altered; writing it again from {path}")
+            logging.getLogger(__name__).warning(f"{columns} is truncated or altered; creating it again from {path}")
         text = path.read_bytes()
         content, parsed = read_json(path, text)
         # The JSON may have been replaced since it was hashed: name the columns by the text just read.
@@ -266,5 +269,5 @@ def make_columns(path: Path, columns: Path) -> MappedShards:
                     other.with_suffix(".lock").unlink()
     shards = open_columns(columns)
     if shards is None:
-        raise StorageError(f"{columns}: cannot be read back as written")
+        raise StorageError(f"{columns}: the file was just written, but cannot be read back; check the disk")
     return shards

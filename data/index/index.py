@@ -233,13 +233,14 @@ class Index:
             digest = sha256(path.read_bytes()).hexdigest()
             if digest != entry.table:
                 raise ValueError(
-                    f"its sha256 is {digest[:12]}…, the index lists {entry.table[:12]}…: altered or replaced"
+                    f"its sha256 is {digest[:12]}…, but the index lists {entry.table[:12]}…, so it was altered or "
+                    "replaced"
                 )
             table = np.load(path, mmap_mode="r", allow_pickle=False)
             columns = table.dtype.names or ()
             has_all_columns = {"key", *dict(FIELDS)} <= set(columns)
             if not has_all_columns or len(table) != entry.samples:
-                problem = f"{len(table)} rows of {table.dtype.names}, the index lists {entry.samples}"
+                problem = f"found {len(table)} rows of {table.dtype.names}, but the index lists {entry.samples}"
         except Exception as error:  # numpy raises many kinds for invalid tables: ValueError, EOFError, TokenError
             problem = f"not a valid table of {entry.name}: {error}"
         if problem:
@@ -250,7 +251,7 @@ class Index:
 def digest_of(
     shards: Iterable[Shard], class_counts: Iterable[int], names: Names = (), origin: Origin | None = None
 ) -> str:
-    """Return a data set's digest: the sha256 of its shards' names, samples, sizes and digests, and its class counts.
+    """Return a data set's digest: the sha256 of its class counts and its shards' names, samples, sizes and digests.
 
     Tables are not included, because they follow from the shards. A data set indexed again by a newer version therefore
     keeps its digest, its order, its ledger, and the keys of finished stages. Class names and the rows of a subset are
@@ -344,7 +345,8 @@ def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
         if len(named) != 1:
             which = ", ".join(list(named)[:3]) or f"a name such as {sets[0].location(0)}"
             raise DataError(
-                f"data.drop: {len(named)} shards match {name}, expected one: {which}; use a longer part of its path"
+                f"data.drop: {len(named)} shards match {name}, expected exactly one: {which}; use a longer part of "
+                "its path"
             )
         (numbers,) = named.values()
         for set_number, shard_number in numbers:

@@ -36,7 +36,7 @@ MAX_CLASSES = 1_000_000  # larger ids count as mistakes (JFT-300M has 18,291 cla
 
 
 def ids_of(names: Iterable[str]) -> dict[str, int]:
-    """Return {name: id}, without names shared by several classes and without numbers, which labels use as ids."""
+    """Return {name: id} for all names except numbers, which labels use as ids, and names shared by several classes."""
     ids: dict[str, int] = {}
     repeated = set()
     for label, name in enumerate(names):

@@ -203,7 +203,10 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
 
 
 def count_repeated(result: Walk) -> None:
-    """Count samples with the key of an earlier sample; `tar -r` creates such samples by appending a changed file."""
+    """Count samples with the key of an earlier sample in `result.refused`.
+
+    `tar -r` creates such samples by appending a changed file.
+    """
     keys = {row.key for row in result.rows}
     if len(keys) < len(result.rows):
         for key, count in Counter(row.key for row in result.rows).items():
@@ -239,7 +242,7 @@ def split_name(member: bytes) -> tuple[bytes, str]:
 
 
 def refuse_dotted(dotted: Iterable[tuple[str, bytes | str]], parts: Mapping[str, object], refused: Refusals) -> None:
-    """Count a sample's members (extension, name) with a dotted extension that ends like that of an image or label.
+    """Count in `refused` the members (extension, name) whose dotted extension ends like that of an image or label.
 
     If the sample has an image (among its `parts`), a.seg.png is an additional member; otherwise the dot was probably
     meant to be part of the key.
@@ -270,8 +273,9 @@ def split_at_last_dot(member: bytes) -> tuple[bytes, str]:
 def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[tuple[bytes, int, int]]:
     """Yield (name, offset, size) of every regular file; supports ustar, GNU long names, PAX paths and sizes.
 
-    Sparse files are not usable in place: they are counted under their real names. Raises DataError if the tar is
-    truncated, a header is invalid, or data may follow its end. `name` is the name of the tar in messages.
+    Sparse files cannot be read in place: they are skipped, and counted in `refused` under their real names. Raises
+    DataError if the tar is truncated, a header is invalid, or data may follow its end. `name` is the name of the tar in
+    messages.
     """
     position = 0
     records = NO_RECORDS  # records of extension headers, which apply to the next member
@@ -386,7 +390,7 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
         if bytes(tar[start : start + BLOCK]).strip(b"\0"):
             raise DataError(
                 f"{name}: the tar ends at byte {position}, but {len(tar) - start:,} more bytes follow at byte {start}\n"
-                "  expected a single tar: this may be several concatenated tars, of which readers see only the first\n"
+                "  expected a single tar: these may be several concatenated tars, of which readers see only the first\n"
                 "  split the file there, or extract it with `tar --ignore-zeros -xf` and pack the files again"
             )
     padding = len(tar) - position
@@ -399,14 +403,14 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
             return
         record *= 2
     raise DataError(
-        f"{name}: nothing but zeros from byte {position} to its end, {padding:,} of {len(tar):,} bytes\n"
-        f"  expected {USUAL_PADDING:,} at most after the last member: they may come from an interrupted copy\n"
+        f"{name}: the file contains only zeros after byte {position}, {padding:,} of {len(tar):,} bytes\n"
+        f"  expected at most {USUAL_PADDING:,} after the last member; an interrupted copy may have left these zeros\n"
         "  copy or pack it again; or, if no member is missing, extract it and pack the files again"
     )
 
 
 def read_number(digits: bytes) -> int:
-    """Parse a number in a header: octal digits or, if the first byte marks it, base 256; raises ValueError."""
+    """Parse a number in a header: octal digits, or base 256 after the byte 0x80; raises ValueError for other text."""
     # Eleven octal digits are limited to 8 GiB; larger sizes use base 256.
     if digits[0] == 0x80:
         return int.from_bytes(digits[1:], "big")
@@ -475,13 +479,13 @@ def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
     if compressed:
         raise DataError(
             f"{folder}: {preview(compressed)} are compressed tars and would be ignored\n"
-            "  expected uncompressed tars, in which samples can be read at any offset: decompress them (gzip -d, "
-            f"zstd -d), or name the tars to use: {folder}/*.tar"
+            "  expected uncompressed tars, in which samples can be read at any offset: decompress them (gzip -d or "
+            f"zstd -d); or, to use only the uncompressed tars, pass {folder}/*.tar"
         )
     if below:
         raise DataError(
-            f"{folder}: {preview(below)} would be ignored: they are in sub-folders\n"
-            f"  expected tars in the folder itself; list all of them: {folder}/*.tar {folder}/*/*.tar"
+            f"{folder}: {preview(below)} would be ignored, because they are in sub-folders\n"
+            f"  expected tars in the folder itself; to use all tars, pass {folder}/*.tar {folder}/*/*.tar"
         )
 
 

@@ -1,1 +1,1 @@
-"""Shards in an object store: read by byte range, downloaded whole, and cached on the node."""
+"""Read shards in an object store by byte range, or download them completely into a cache on the node."""

@@ -10,7 +10,7 @@ How a shard gets into the cache (`Cache.path`):
 
 `Prefetcher` does this in the background for upcoming steps. The order determines which shards the slots of a step need
 (`shards_of`). A thread downloads the shards of one step after the other, `fetchers` at a time, up to
-`CacheConfig.ahead` steps ahead of training, whose progress it learns from `Prefetcher.reached`.
+`CacheConfig.ahead` steps ahead of training, which reports its progress with `Prefetcher.reached`.
 
     cache.path("s3://bucket/train-000007.tar", shard)   →   ~/.cache/patchline/shards/9f3c….tar
 """
@@ -47,11 +47,11 @@ def no_progress() -> None:
 
 
 class Cache:
-    """Returns local paths of remote shards, and downloads shards that no process of this node has fetched yet.
+    """Returns local paths of remote shards, and downloads shards that no process on this node has fetched yet.
 
     Files are named by their digest. The least recently used are evicted; a mapped file stays readable after eviction.
     Downloads end early once `stopped()` is true. `progress` is called for every piece that arrives, in this process or
-    in the process for which this one waits.
+    in the process that this one is waiting for.
     """
 
     def __init__(self, cfg: CacheConfig, stopped: Callable[[], bool] = never):
@@ -70,8 +70,8 @@ class Cache:
     def path(self, url: str, shard: Shard) -> Path:
         """Return the local file of a remote shard; download it if needed.
 
-        Raises StorageError if the storage does not respond or the cache cannot be written, DataError if the downloaded
-        shard differs from the index.
+        Raises StorageError if the storage does not respond or the cache cannot be written, or DataError if the
+        downloaded shard differs from the index.
         """
         path = self.directory / f"{shard.sha256}.tar"
         if not self.has(shard):
@@ -79,7 +79,7 @@ class Cache:
                 self.directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise StorageError(
-                    f"{self.directory}: cannot create this cache folder ({error.strerror}); set another cache.directory"
+                    f"cannot create the cache folder {self.directory} ({error.strerror}); set another cache.directory"
                 ) from None
             with self.turn(path):
                 # Another process may have fetched it while we waited for the lock.
@@ -90,9 +90,10 @@ class Cache:
                     except OSError as error:
                         error.filename = error.filename or str(self.directory)
                         raise StorageError(
-                            f"{error_text(error)}\n  expected a shard cache with enough room, inodes and open files\n"
+                            f"{error_text(error)}\n"
+                            "  expected enough disk space, inodes and open files for the shard cache\n"
                             f"  lower cache.limit_bytes ({self.cfg.limit_bytes}), set another cache.directory, or "
-                            "remove the cause; then run again"
+                            "free the disk; then run the same command again"
                         ) from None
         # Record the last use for eviction; the mtime, because many mounts do not update the atime. If another process
         # has evicted the file by now, `opened` notices.
@@ -116,7 +117,7 @@ class Cache:
 
     @contextmanager
     def turn(self, path: Path) -> Iterator[None]:
-        """Hold the lock of one shard; while another process downloads it, report progress if that process is alive."""
+        """Hold the lock of a shard; while another process holds it to download the shard, report that progress."""
         # Poll the lock instead of blocking: a blocked call could neither be stopped nor report progress to the loader.
         part = path.with_suffix(".part")
         known_ns = -1
@@ -161,7 +162,7 @@ class Cache:
         raise DataError(f"{redacted(url)}: its sha256 differs from the index; index the shard again")
 
     def keep_alive(self, part: Path) -> None:
-        """Report to the loader, and to processes waiting for a download, that it is still waiting for its store."""
+        """Tell the loader, and other processes waiting for this download, that its store has requested a pause."""
         with suppress(OSError):
             os.utime(part)
         self.progress()
@@ -189,9 +190,9 @@ class Cache:
     def with_retries(self, url: str, ask: Callable[[], Answer], waiting: Callable[[], object] | None = None) -> Answer:
         """Return the result of `ask`, with the retries of `Retry`.
 
-        `waiting` (default: `progress`) is called during the pauses for which the store asks. Raises DataError for a
-        missing file, a refused address or a missing client package; StorageError if all attempts fail or `stopped()` is
-        true.
+        `waiting` (default: `progress`) is called during the pauses that the store requests. Raises DataError for a
+        missing file, a refused address or a missing client package, or StorageError if all attempts fail or `stopped()`
+        is true.
         """
         retry = Retry(self.cfg.attempts, self.cfg.backoff_s, self.stopped, waiting or self.progress)
         try:

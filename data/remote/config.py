@@ -39,7 +39,7 @@ class CacheConfig:
 def remote_shards_ahead(
     index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig
 ) -> tuple[int, int]:
-    """Return the number and total bytes of the remote shards that `slots` read from `step` to `step` + `cfg.ahead`."""
+    """Return the number and total size of the remote shards that `slots` read from `step` to `step` + `cfg.ahead`."""
     shards: set[int] = set()
     # The cache must hold the shards of all these steps at once, or it would evict shards before their use.
     for later in range(step, step + cfg.ahead + 1):

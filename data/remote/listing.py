@@ -1,6 +1,6 @@
 """List the files of an object store, and request their sizes, to index or pack them; training lists nothing.
 
-Each function sends one request for every scheme of urls.py.
+Each function works for every scheme of urls.py, and sends one request.
 
     list_tars("s3://bucket/train", 30.0)   →   {"s3://bucket/train/train-000000.tar": RemoteFile(6543360), …}
     size_of("s3://bucket/train-000000.tar", 30.0)              →   6543360
@@ -21,7 +21,7 @@ from data.remote.urls import Refused, client, denied_as_such, request_https
 def size_of(url: str, timeout_s: float) -> int:
     """Return the size in bytes of the object at a URL.
 
-    Raises the errors of `read_range`, and Refused if the size is not reported."""
+    Raises the errors of `read_range`, or Refused if the store does not report the size."""
     if not url.startswith("https:"):
         with denied_as_such():
             return client(urlsplit(url).scheme, timeout_s).info(url)["size"]
@@ -45,11 +45,13 @@ class RemoteFile(NamedTuple):
 def list_tars(url: str, timeout_s: float) -> dict[str, RemoteFile]:
     """Return {URL: file} of the *.tar files in a folder or matching a pattern, or of a single tar.
 
-    Raises the errors of `read_range`, Refused if a folder also contains compressed tars, which would be ignored, and
-    DataError for unsafe names.
+    Raises the errors of `read_range`, Refused if a folder also contains compressed tars, which would be ignored, or
+    DataError if a name is unsafe.
     """
     if url.startswith("https:"):
-        raise Refused(f"{redacted(url)}: https cannot list files; name the shards, as in …/train-{{000..099}}.tar")
+        raise Refused(
+            f"{redacted(url)}: files cannot be listed over https; name the shards, as in …/train-{{000..099}}.tar"
+        )
     compressed = []
     tars = {}
     for place, file in list_files(url, ".tar*", timeout_s).items():
@@ -61,7 +63,7 @@ def list_tars(url: str, timeout_s: float) -> dict[str, RemoteFile]:
     if compressed:
         raise Refused(
             f"{redacted(url)}: {preview(compressed)} are compressed tars and would be ignored; "
-            f"decompress them, or name the tars to use: {redacted(url).rstrip('/')}/*.tar"
+            f"decompress them; or, to use only the uncompressed tars, pass {redacted(url).rstrip('/')}/*.tar"
         )
     return tars
 

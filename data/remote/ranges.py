@@ -2,7 +2,7 @@
 
 The first batch of 4,096 samples comes from about 160 shards of a gigabyte each, a few dozen samples from each shard:
 1. A decoding process requests all samples of its task, `AT_ONCE` in parallel (`Ranges.request`). One range covers image
-   and label if they are adjacent in the tar, which nearly all are.
+   and label if they are adjacent in the tar, as they nearly always are.
 2. The reader takes the samples one by one (`Ranges.take`) and compares each with its digest in the shard's table.
 3. Meanwhile the whole shards arrive in the background (`data.remote.cache`); the reader uses them as soon as possible.
 4. If a range fails, or the sample differs from the index, this process stops reading by range and waits for whole
@@ -33,7 +33,7 @@ Place = tuple[int, int]  # (shard number, sample number in the shard)
 
 
 class Ranges:
-    """Reads samples by byte range in several threads; `given_up` is the reason that range reads have stopped, or ""."""
+    """Reads samples by byte range in several threads; `given_up` is the reason why range reads have stopped, or ""."""
 
     def __init__(self, cache: Cache):
         self.given_up = ""
@@ -43,7 +43,7 @@ class Ranges:
         self.pool: ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state to pickle for another process, without threads and pending reads."""
+        """Return the state to pickle for another process, without threads or pending reads."""
         return self.__dict__ | {"requested": {}, "pool": None}
 
     def is_stopped(self) -> bool:
@@ -75,7 +75,8 @@ class Ranges:
         """Return a sample's image and label; request the sample if needed, and wait for it.
 
         `progress` is called during the wait: all attempts together can take longer than the loader's timeout for a
-        hanging process. Raises DataError, and StorageError, at the latest after `LONGEST_S`.
+        hanging process. Raises the errors of `Cache.with_retries`, or StorageError if reading has stopped or the sample
+        does not arrive within `LONGEST_S`.
         """
         self.request(place, url, row)
         if place not in self.requested:

@@ -4,7 +4,7 @@
 their https addresses, from which this module reads.
 
 `read_range` works for every scheme, and so do the functions of listing.py. Each sends one request; only `Retry` repeats
-requests to an object store, with exponential backoff and jitter, or after the pause for which the store asks.
+requests to an object store, with exponential backoff and jitter, or after the pause that the store requests.
 
     read_range("s3://bucket/train-000000.tar", 0, 512, 30.0)   →   the first 512 bytes
 
@@ -138,7 +138,9 @@ def check_url(url: str) -> None:
     """Raise DataError unless the scheme is allowed."""
     scheme = urlsplit(url).scheme
     if scheme not in SCHEMES:
-        raise Refused(f"{redacted(url)}: scheme {scheme!r} is not allowed; use one of {', '.join(SCHEMES)} or a path")
+        raise Refused(
+            f"{redacted(url)}: the scheme {scheme!r} is not supported; use one of {', '.join(SCHEMES)} or a path"
+        )
 
 
 # ------------------------------------------------------------------------------------ requests
@@ -175,7 +177,7 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
         refuse_error_page(url, content)
     if len(content) > stop - start:
         raise Refused(
-            f"{redacted(url)}: the store ignores byte ranges: requested {stop - start} bytes, received {len(content)}; "
+            f"{redacted(url)}: the store ignores byte ranges: it sent {len(content)} bytes instead of {stop - start}; "
             "copy the shards to this machine"
         )
     return content
@@ -220,11 +222,12 @@ def never() -> bool:
 
 
 class Retry:
-    """Retries a failed request, up to `attempts` attempts or until `stopped()`; `attempts` may be lowered meanwhile.
+    """Retries a failed request, up to `attempts` attempts or until `stopped()`; `attempts` may be lowered at any time.
 
     The pause before the second attempt is at most `backoff_s`, and the limit doubles with every attempt. If the store
-    itself asks for a pause (status 429 or 503 with `Retry-After`), the next request follows after this pause, and the
-    refused request does not count as an attempt: the store works. `waiting` is called several times a second meanwhile.
+    itself requests a pause (status 429 or 503 with `Retry-After`), the next request follows after this pause, and the
+    refused request does not count as an attempt, because the store works. `waiting` is called several times a second
+    during these pauses.
     """
 
     def __init__(
@@ -289,7 +292,8 @@ class Retry:
         if bucket in _denied_since:
             raise denial(address, reason, attempt)
         raise StorageError(
-            f"{address}: no response after {attempt} attempts, last error {reason}; run again when the store responds"
+            f"{address}: no response after {attempt} attempts, the last error was {reason}; run the same command "
+            "again when the store responds"
         )
 
     def wait_as_requested(self, address: str, requested_s: float, throttled_s: float) -> float:
@@ -300,8 +304,9 @@ class Retry:
         total_s = throttled_s + max(1.0, requested_s)
         if total_s > LONGEST_THROTTLED_S:
             raise StorageError(
-                f"{address}: the store limits the rate of requests, and asks for a pause of {requested_s:.0f} s after "
-                f"pauses of {throttled_s:.0f} s; run again later, or use fewer nodes or a lower data.cache.fetchers"
+                f"{address}: the store limits the rate of requests, and requests a pause of {requested_s:.0f} s after "
+                f"{throttled_s:.0f} s of pauses; run the same command again later, or use fewer nodes or a lower "
+                "data.cache.fetchers"
             )
         if throttled_s < WARN_IF_THROTTLED_S <= total_s:
             logging.getLogger(__name__).warning(
@@ -468,7 +473,7 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
             options["session"] = session
         filesystem = fsspec.filesystem(PROTOCOLS[scheme], **options)
     except ImportError:
-        raise DataError(f"{scheme}:// needs a client: pip install {package}") from None
+        raise DataError(f"{scheme}:// needs a client library; run pip install {package}") from None
 
     # Disable the client's own retries; gcsfs and adlfs have no public setting for this (docs/design/stores.md). If a
     # new version keeps its retries elsewhere, the attribute is missing and the version is rejected.
@@ -485,7 +490,7 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
     except AttributeError as error:
         raise DataError(
             f"{scheme}://: cannot disable the retries of {package} {version(package)} ({error}); "
-            f"pip install {package}=={TESTED[package]}, the tested version"
+            f"run pip install {package}=={TESTED[package]}, which installs the tested version"
         ) from None
     return filesystem
 
@@ -543,7 +548,7 @@ class SameHostHandler(urllib.request.HTTPRedirectHandler):
     """Follows redirects; only a redirect within a host keeps the Authorization header."""
 
     def redirect_request(self, req, fp, code, msg, headers, newurl):
-        """Return the request that follows a redirect."""
+        """Return the request that follows a redirect, with the Authorization header only if the host is the same."""
         redirected = super().redirect_request(req, fp, code, msg, headers, newurl)
         authorization = req.get_header("Authorization")
         if redirected is not None and authorization and redirected.host == req.host:
@@ -576,7 +581,9 @@ def connect_public(
     # A single private address among several is refused, because the name cannot be trusted.
     for *_, place in resolved:
         if not is_allowed and not ipaddress.ip_address(place[0]).is_global:
-            raise Refused(f"https://{host}: {place[0]} is not public; allow it with PATCHLINE_PRIVATE_HOSTS={host}")
+            raise Refused(
+                f"https://{host}: {place[0]} is not a public address; to allow it, set PATCHLINE_PRIVATE_HOSTS={host}"
+            )
     # Connect to the checked address: resolving the name again could return another one.
     first_ip, first_port = resolved[0][4][:2]
     return socket.create_connection((str(first_ip), int(first_port)), timeout, source_address)

@@ -1,4 +1,4 @@
-"""Index existing WebDataset tars without changing them, on this machine or behind URLs.
+"""Index existing WebDataset tars, on this machine or at URLs, without changing them.
 
 How tars become an index, in order:
 1. `local_tars` or `remote_tars` lists them with their sizes, and finds their common folder or URL.
@@ -91,16 +91,18 @@ def build_index(
     folder) as `<name>.index.json` (default: the folder's name). `at` is the URL from which training will read the
     shards, if it differs. `names` are class names in the order of their ids, used to read labels given as names. By
     default, they come from an existing index of the same tars; otherwise, if no label is an id, the sorted label texts
-    become the names. With `unlabelled`, labels are ignored. `report` gets the number of finished shards and the total.
-    `cache` sets where tars are kept during indexing, and how downloads are retried. Raises DataError listing
-    every unusable tar and every label ≥ `classes`, StorageError if the storage does not respond.
+    become the names. With `unlabelled`, labels are ignored. `report` is called with the number of finished shards and
+    the total. `cache` sets where tars are kept during indexing, and how downloads are retried. Raises DataError listing
+    every unusable tar and every label ≥ `classes`, or StorageError if the storage does not respond.
     """
     # Tars must be all local or all remote.
     sources = list(map(str, source)) if isinstance(source, list) else [str(source)]
     urls = [path for path in sources if "://" in path]
     is_mixed = 0 < len(urls) < len(sources)
     if is_mixed or (urls and output is None):
-        raise DataError(f"{redacted(urls[0])}: expected only URLs, and a local folder for the index (--output)")
+        raise DataError(
+            f"{redacted(urls[0])}: expected only URLs as sources, and a local folder for the index (--output FOLDER)"
+        )
     if at and "://" in at:
         check_kept(at)
 
@@ -132,7 +134,7 @@ def build_index(
         _, packing_setting = json.loads(file.readline())["setting"]
     if re.fullmatch(PACKING_SETTING, packing_setting):
         raise DataError(
-            f"{partial_path}: an unfinished packing; run the same `jobs pack` again, "
+            f"{partial_path}: a pack command has not finished; run the same `jobs pack` again, "
             "or delete this file to index the existing tars"
         )
 
@@ -188,7 +190,10 @@ class IndexJob:
     sha256: str  # of a tar that stays in the cache; empty for others
 
     def opened(self) -> AbstractContextManager[BufferedReader | BufferedRandom]:
-        """Open the tar as a file on this machine, downloading it if it is remote. Raises DataError, StorageError."""
+        """Open the tar as a file on this machine, downloading it if it is remote.
+
+        Raises OSError if a local tar cannot be opened, or the errors of `Cache.path`.
+        """
         place = f"{self.directory}/{self.name}"
         if self.cache is None:
             return open(place, "rb")
@@ -231,8 +236,8 @@ def count_classes(
 ) -> Counter[int]:
     """Return {class: number of samples}; samples without a usable label are counted in `refused`.
 
-    If class names are unknown, text labels are counted in `texts`. Raises DataError for a label beyond the classes, or,
-    if class names are known, for a text that is not a class name.
+    If class names are unknown, text labels are counted in `texts`. Raises DataError for a label id that is out of
+    range or, if class names are known, for a text that is not a class name.
     """
     limit = job.classes or len(job.names) or MAX_CLASSES
     ids = ids_of(job.names)
@@ -290,7 +295,7 @@ def decoded_samples(index: Index) -> tuple[int, int]:
 
 
 def problem_of(index: Index, *, unlabelled: bool) -> str:
-    """Return why an indexed data set cannot be used for training, and the remedy; "" if it is usable."""
+    """Return the reason why an indexed data set cannot be used for training, and a remedy; "" if it can be used."""
     tried, failed = decoded_samples(index)
     expected = "expected samples with an image (jpg, png, webp) and a label (cls, json)"
     if index.samples == 0:
@@ -327,7 +332,10 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
     tables = Counter(table_path(path.parent, shard) for shard in shards)
     for table, count in tables.items():
         if count > 1:
-            raise DataError(f"two shards would share table {table.name}; rename one, or index each folder separately")
+            raise DataError(
+                f"two shards would have the same table {table.name}; rename one of them, or index each folder "
+                "separately"
+            )
     for other_path in path.parent.glob(f"*{SUFFIX}"):
         # This index will be replaced.
         if other_path == path:
@@ -339,7 +347,8 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
         for shard in other.shards:
             if table_path(path.parent, shard.name) in tables:
                 raise DataError(
-                    f"{other_path} has another {shard.name}, whose table would be lost; use another --output"
+                    f"{other_path} has a different shard named {shard.name}, whose table would be overwritten; use "
+                    "another --output"
                 )
 
 
@@ -350,7 +359,8 @@ def check_kept(url: str) -> None:
         raise DataError(f"{redacted(url)}: has no bucket or host; expected a URL like s3://bucket/train")
     if redacted(url) != url:
         raise DataError(
-            f"{redacted(url)}: the index would store the password or signature in this URL; pass it in the environment"
+            f"{redacted(url)}: the index would store the password or signature in this URL; pass the secret in the "
+            "environment"
         )
     if "//" in url.partition("://")[2]:
         raise DataError(f"{url}: some clients treat two consecutive slashes as one; store the shards under another key")
@@ -382,7 +392,7 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
         raise DataError(f"{source}: {reason}{remedy}")
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
-        raise DataError(f"missing, {len(missing)} of {len(paths)} shards: {', '.join(missing[:5])}")
+        raise DataError(f"{len(missing)} of {len(paths)} shards do not exist: {', '.join(missing[:5])}")
 
     # Resolve paths first: with `..` or links, the common folder would be wrong.
     paths = list(map(Path.resolve, paths))
@@ -414,7 +424,7 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
         for url, request in requests.items():
             files[url] = RemoteFile(request.result())
     if not files:
-        raise DataError(f"{', '.join(urls)}: no *.tar found")
+        raise DataError(f"{', '.join(urls)}: found no *.tar files")
 
     # Find the longest common folder. Compare whole components: `…/train-0` is not a folder.
     shared: list[str] = []  # scheme, empty string, bucket or host, folders
@@ -424,7 +434,10 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
         shared.append(parts[0])
     # An index needs at least the bucket or host in common.
     if len(shared) < 3:
-        raise DataError("shards of several buckets or hosts need one index each; data.mixture trains on them together")
+        raise DataError(
+            "the shards are in several buckets or on several hosts, which need separate indexes; to train on all of "
+            "them, use data.mixture"
+        )
 
     tars = TarList("/".join(shared), {})
     for url, file in files.items():
@@ -436,9 +449,9 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
 
 
 def pinned(url: str, folder: Path, cache: Cache) -> str:
-    """Return a URL whose files do not change: for `hf://`, with the commit of its revision; others are unchanged.
+    """Replace the revision in an `hf://` URL with its commit, so that its files do not change; keep any other URL.
 
-    The commit is requested once, and recorded in a folder. Raises DataError, StorageError.
+    The commit is requested once, and recorded in a folder. Raises the errors of `data.extras.hub.pin`.
     """
     if not url.startswith("hf:"):
         return url

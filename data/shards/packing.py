@@ -59,11 +59,12 @@ def pack(
     workers: int = 1,
     report: Progress | None = None,
 ) -> Index:
-    """Write `<name>-000000.tar` … with at most this many samples and image bytes each, and `<name>.index.json`.
+    """Write samples to shards, `<name>-000000.tar` and so on, and their index to `<name>.index.json`.
 
-    `names` are class names in the order of their ids. `restarts` adds restart markers to JPEGs (`data.images.decode`):
-    equal pixels, faster crops. `report` gets the number of finished shards and the number of finished samples. The
-    command can be killed and run again with the same samples; finished shards are kept. Raises DataError for a label ≥
+    A shard has at most `shard_samples` samples and `shard_bytes` bytes of images. `names` are class names in the order
+    of their ids. `restarts` adds restart markers to JPEGs (`data.images.decode`): equal pixels, faster crops. `report`
+    is called with the number of finished shards and the number of finished samples. The command can be killed and run
+    again with the same samples; finished shards are kept. Raises DataError for a label ≥
     `classes` (None: ≥ a million), for a repeated key in a shard, if there are no samples, or if a finished data set has
     different samples.
     """
@@ -108,7 +109,7 @@ def pack(
         while running:
             journal.add(running.popleft().result())
         if not shard_names:
-            raise DataError(f"{directory}: nothing to pack: the source has no samples")
+            raise DataError(f"{directory}: there is nothing to pack, because the source has no samples")
         counts: Counter[int] = Counter()
         for shard_name in shard_names:
             counts.update(journal.records[shard_name].class_counts)
@@ -176,7 +177,7 @@ def restore(
     """
     set_path = directory / f"{finished.name}{SUFFIX}"
     remedy = (
-        "\n  a finished data set does not change, because runs may have read it"
+        "\n  a finished data set must not change, because runs may have read it"
         f"\n  use another folder or --name; or delete {finished.name}'s tars and index there if nothing needs them"
     )
     if finished.origin is not None or Path(finished.directory) != directory.resolve():
@@ -190,7 +191,8 @@ def restore(
     if given_digest != finished.digest:
         raise DataError(
             f"{set_path} is a finished data set with digest {finished.digest}\n"
-            f"  the class names or the number of classes of this command would change it to {given_digest}{remedy}"
+            "  the class names or number of classes given to this command would change the digest to "
+            f"{given_digest}{remedy}"
         )
 
     expected = {shard.name: shard for shard in finished.shards}
@@ -200,7 +202,7 @@ def restore(
         shard = expected.pop(path.name, None)
         if shard is None:
             raise DataError(
-                f"{set_path} is a finished data set without {path.name} (digest {finished.digest}); the source has "
+                f"{set_path} is a finished data set without {path.name} (digest {finished.digest}), but the source has "
                 f"more samples{remedy}"
             )
         if not is_done(shard, path, group, restarts):
@@ -211,7 +213,7 @@ def restore(
     if expected:
         raise DataError(
             f"{set_path} is a finished data set of {finished.samples:,} samples (digest {finished.digest})\n"
-            f"  the source has only {finished_samples:,}, so {next(iter(expected))} would be empty{remedy}"
+            f"  the source has only {finished_samples:,} samples, so {next(iter(expected))} would be empty{remedy}"
         )
     return finished
 
@@ -229,7 +231,7 @@ def write_shard(
 ) -> Record:
     """Write a tar and its table; the tar's owner, times and modes are constants.
 
-    Raises DataError for invalid keys and labels, and if the tar differs from the `expected` one; Preempted if `stopped`
+    Raises DataError if a key or label is invalid or the tar differs from the `expected` one, or Preempted if `stopped`
     is set before the tar is complete.
     """
     # Imported here: the import takes a second, and only writing needs it.
@@ -275,9 +277,9 @@ def write_shard(
             move = shlex.join(["mv", str(path.parent), f"{path.parent}-old"])
             raise DataError(
                 f"{path} is a shard of a finished data set, with sha256 {expected.sha256}\n"
-                f"  these samples would change it to {digest}: they differ, or are split differently\n"
-                "  a finished data set does not change, because runs may have read it\n"
-                f"  use another folder or --name; or move this one away: {move}"
+                f"  these samples would change its sha256 to {digest}: they differ, or are split differently\n"
+                "  a finished data set must not change, because runs may have read it\n"
+                f"  use another folder or --name; or move the finished data set away: {move}"
             )
     # Build the table from the tar, as for tars from other tools.
     with open(path, "rb") as file, mapped(file) as tar:

@@ -1,9 +1,10 @@
 """Run many jobs in parallel, in processes or threads that never outlive the caller.
 
 How jobs run, in order:
-1. Processes (or threads, for jobs that mostly wait) take one job after the other; a single worker runs in the caller.
-2. Results arrive in the order of the jobs; `report` gets the number of finished jobs and the total.
+1. Processes (or threads, for jobs that mostly wait) take one job at a time; with workers=1, the jobs run in the caller.
+2. Results arrive in the order of the jobs; `report` is called with the number of finished jobs and the total.
 3. When the block ends for any reason, or this process is killed, the processes end too, even during a job.
+
     jobs = [partial(index_shard, "train-000000.tar"), partial(index_shard, "train-000001.tar"), …]
     with in_parallel(jobs, workers=4) as results:
         for record in results:
@@ -58,7 +59,7 @@ def in_parallel(
 
 @contextmanager
 def set_on_error(stopped: threading.Event) -> Iterator[None]:
-    """Set `stopped` if the block raises or is interrupted, so that threads which check it exit and can be joined."""
+    """Set `stopped` if the block raises or is interrupted, so that threads that check it exit and can be joined."""
     try:
         yield
     except BaseException:

@@ -170,7 +170,7 @@ class ShardReader:
 
     @property
     def given_up(self) -> str:
-        """The reason that byte-range reads have stopped; "" if they have not, or were never used."""
+        """The reason why byte-range reads have stopped; "" if they have not stopped, or were never used."""
         return "" if self.ranges is None else self.ranges.given_up
 
     def stop(self) -> None:
@@ -226,7 +226,7 @@ class ShardReader:
                 mark_of(os.stat(place), indexed.sha256).unlink()
         raise DataError(
             f"{redacted(place)}: sample {key!r} differs from the index: digest {sample_digest(*content):016x}\n"
-            f"  expected {int(entry['digest']):016x}: the shard decayed or was overwritten after it was first read\n"
+            f"  expected {int(entry['digest']):016x}: the shard was damaged or overwritten after it was first read\n"
             f"  {remedy}, or train without it: data.drop=[{'/'.join(place.split('/')[-2:])}]"
         )
 
@@ -272,7 +272,7 @@ class ShardReader:
         return image, tar[row.label : row.label + row.label_size]
 
     def _comes_by_range(self, number: int) -> bool:
-        """Return whether to read samples of this shard by range, because the shard is not on this node yet."""
+        """Return whether samples of this shard are read by range; false once the whole shard is on this node."""
         if self.ranges is None or self.ranges.given_up or self.ranges.stopped or number in self._open:
             return False
         shard = self.index.shards[number]
@@ -322,7 +322,8 @@ class ShardReader:
             status = os.fstat(file.fileno())
             if status.st_size != shard.bytes:
                 raise DataError(
-                    f"{place}: {status.st_size} bytes, the index lists {shard.bytes}; restore it, or index it again"
+                    f"{place}: found {status.st_size} bytes, but the index lists {shard.bytes}; restore it, or index "
+                    "it again"
                 )
             tar = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -333,7 +334,7 @@ class ShardReader:
                 # The end of the path identifies a shard for `data.drop`, except in rare cases.
                 short_name = "/".join(place.split("/")[-2:])
                 raise DataError(
-                    f"{place}: its sha256 differs from the index: altered or replaced; "
+                    f"{place}: its sha256 differs from the index, so it was altered or replaced; "
                     f"restore it, index it again, or train without it: data.drop=[{short_name}]"
                 )
             # If the mark cannot be written, for example on a full disk, the next process verifies again.
@@ -364,7 +365,7 @@ def most_open() -> int:
 
 
 def mark_of(status: os.stat_result, expected: str) -> Path:
-    """Return the path of the marker file which records that this node has verified a shard.
+    """Return the path of the marker file that records that this node has verified a shard.
 
     The marker identifies the shard by device, inode and mtime, so a replaced or rewritten shard is verified again.
     """

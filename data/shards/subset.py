@@ -53,7 +53,10 @@ BOUND = r"-?\d+|\d+(?:\.\d+)?%|"  # a bound of a part: a number of samples, a pe
 
 @dataclass(frozen=True)
 class Rule:
-    """Which samples a subset contains; at least one part must be set. Raises ConfigError for invalid combinations."""
+    """The rule that selects a subset's samples; at least one part must be set.
+
+    Raises ConfigError for invalid combinations.
+    """
 
     keep: Sequence[int | str] = ()  # classes, by id or by name: samples with at least one of them
     only: str | None = None  # path of a list of samples (data.extras.listed)
@@ -69,9 +72,11 @@ class Rule:
         if self.shots is not None and self.shots < 1:
             raise ConfigError(f"shots is {self.shots}, expected 1 or more")
         if self.shots is not None and self.seed is None:
-            raise ConfigError("shots needs a seed, but none is set\n  set one, for example seed: 0 (--seed 0)")
+            raise ConfigError("shots needs a seed, but no seed is set\n  set a seed, for example seed: 0 (--seed 0)")
         if self.seed is not None and self.shots is None and self.part is None:
-            raise ConfigError("a seed is set without shots or part\n  remove the seed, or add one of them")
+            raise ConfigError(
+                "a seed is set, but neither shots nor part, which use it\n  remove the seed, or add shots or part"
+            )
         has_any = self.keep or self.only or self.but or self.part is not None or self.shots is not None
         if not has_any:
             raise ConfigError("the subset has no rule\n  expected one or more of keep, only, but, part, shots")
@@ -97,7 +102,7 @@ class Rule:
 
 
 def check_seed(seed: int | None) -> None:
-    """Raise ConfigError if a seed is outside the range that numpy and the other seeds of a recipe accept."""
+    """Raise ConfigError if a seed is outside the range that NumPy accepts and that a recipe's other seeds have."""
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(f"seed is {seed}, expected 0 to {2**63 - 1}")
 
@@ -148,8 +153,8 @@ def make_subsets(
 ) -> list[Index]:
     """Write an index of the chosen samples of `parent` for each part, each to a separate folder.
 
-    `report` gets the number of examined shards and the total; `cache` configures downloads of remote shards. Raises
-    DataError if a rule chooses no samples or refers to missing ones, and if a tar is missing.
+    `report` is called with the number of examined shards and the total; `cache` configures downloads of remote shards.
+    Raises DataError if a rule chooses no samples or refers to missing ones, or if a tar is missing.
     """
     # 1. A subset must not overwrite a set, the tables of a set, or another subset.
     tables = {table_path(Path(), shard.name) for shard in parent.shards}
@@ -185,7 +190,7 @@ def make_subsets(
         part.chosen = choose(parent, labels, part.rule)
         if not part.chosen.any():
             raise DataError(
-                f"{parent.tables}: the rule chooses none of {parent.samples:,} samples: {part.rule.described()}"
+                f"{parent.tables}: the rule selects none of the {parent.samples:,} samples: {part.rule.described()}"
             )
     if labels is None:
         wanted = np.logical_or.reduce([part.chosen for part in parts])

@@ -111,7 +111,7 @@ def warn_of_others(root: str | os.PathLike[str], skipped: Counter[str]) -> None:
     """Log a warning about files that `images_below` has skipped, if any."""
     if skipped:
         kinds = in_words(skipped)
-        message = "%s: not packed, because hidden or not %s: %s"
+        message = "%s: some files are not packed, because they are hidden or not %s: %s"
         logging.getLogger(__name__).warning(message, root, ", ".join(IMAGES), kinds)
 
 
@@ -190,7 +190,7 @@ def keys_of(names: Sequence[str]) -> list[str]:
             same = "are the same file" if os.path.normpath(first[key]) == os.path.normpath(name) else "get the same key"
             raise DataError(
                 f"{printable(first[key])} and {printable(name)} {same}, {printable(key)}\n"
-                "  expected every image once, under a unique name: remove or rename one of the two"
+                "  expected each image once, with a unique key; remove or rename one of the two"
             )
         first[key] = name
     return keys
@@ -217,7 +217,7 @@ def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
         paths = matching(path)
         missing = [str(file) for file in paths if not file.exists()]
         if missing:
-            raise DataError(f"{preview(missing)}: no such file")
+            raise DataError(f"{preview(missing)}: file not found")
     if not paths:
         raise DataError(f"{path}: no files match {pattern}")
     return paths

@@ -76,7 +76,7 @@ def names_by_id(content: Mapping[str, object]) -> list[object]:
     if not all(type(label) is int for label in ids):
         return [content.get(str(label)) for label in range(len(content))]
     if sorted(ids) != list(range(len(ids))):  # type: ignore[type-var]
-        raise ValueError(f"its ids are not 0 to {len(ids) - 1}")
+        raise ValueError(f"the class ids are not 0 to {len(ids) - 1}")
     return sorted(content, key=content.__getitem__)  # type: ignore[arg-type]
 
 
@@ -85,7 +85,7 @@ def check_unambiguous(names: Sequence[str], path: str) -> None:
     for label, name in enumerate(names):
         if name.isascii() and name.isdigit() and int(name) != label:
             raise DataError(
-                f"{path}: class {label} has the name {name}, which as a label would mean class {int(name)}\n"
+                f"{path}: class {label} has the name {name}, but a label {name} would mean class {int(name)}\n"
                 "  expected names, not numbers; if the labels are ids, remove the class list"
             )
 
@@ -103,7 +103,7 @@ class Numbering:
         if self.known is not None and max(labels, default=0) >= self.known:
             raise DataError(
                 f"sample {printable(key)} has label {max(labels)}, but there are {self.known} class names\n"
-                f"  expected labels from 0 to {self.known - 1}: do these class names belong to this data set?"
+                f"  expected labels from 0 to {self.known - 1}; check that these class names belong to this data set"
             )
         if self.ids is None:
             return tuple(labels)
@@ -124,7 +124,7 @@ def number(
     name: str = "the set",
     target_name: str = "the class list",
 ) -> Numbering:
-    """Return the numbering from a source's `own` names to the ids of `target`, or to new ids without `target`.
+    """Return the numbering from a source's `own` names to the ids of `target`, or to new ids if `target` is None.
 
     If the source has no names, its ids are used as ids of `target`. `rename` and `keep` refer to the source's
     classes. `name` and `target_name` are used in messages. Raises DataError if `target` lacks names.
@@ -164,9 +164,9 @@ def number(
     if lacking:
         check_unicode_forms(lacking, target, name, target_name)
         raise DataError(
-            f"{name}: {target_name} lacks {len(lacking)} of the {len(own)} classes here: {preview(lacking)}\n"
+            f"{name}: {len(lacking)} of its {len(own)} classes are not in {target_name}: {preview(lacking)}\n"
             f"  expected classes of {target_name}: {preview(target)}\n"
-            f"  rename them (--rename {shlex.quote(lacking[0] + '=NAME')}; in a recipe rename: "
+            f"  rename these classes (--rename {shlex.quote(lacking[0] + '=NAME')}; in a recipe rename: "
             f"{{{json.dumps(lacking[0], ensure_ascii=False)}: NAME}}), or pack this data set with a separate numbering"
         )
     is_as_it_was = ids == dict(enumerate(range(len(own))))
@@ -190,7 +190,10 @@ def check_unicode_forms(lacking: Sequence[str], target: Sequence[str], name: str
 def kept_ids(
     names: Sequence[str], keep: Sequence[int | str] | None, name: str, classes: int | None = None
 ) -> list[int] | None:
-    """Return the ids of the classes to keep, given by id or name; None for all. Raises DataError if one is unknown."""
+    """Return the ids of the classes in `keep`, given by id or name, or None to keep all.
+
+    Raises DataError if a class is unknown.
+    """
     if keep is None:
         return None
     check_known([entry for entry in keep if isinstance(entry, str)], names, f"{name}: keep")
@@ -200,7 +203,7 @@ def kept_ids(
         if not isinstance(entry, int):
             continue
         if classes and not 0 <= entry < classes:
-            raise DataError(f"{name}: keep has class {entry}, but there are {classes} classes (0 … {classes - 1})")
+            raise DataError(f"{name}: keep contains class {entry}, but there are {classes} classes (0 … {classes - 1})")
         ids.add(entry)
     # If two classes share a name (ImageNet has two cranes), keep both.
     for label, class_name in enumerate(names):
@@ -217,4 +220,4 @@ def check_known(wanted: Iterable[str], names: Sequence[str], what: str) -> None:
     expected = f"expected some of its {len(names)} classes: {preview(names)}"
     if not names:
         expected = "its class names are unknown: use class ids, or list the names in a file (names: FILE)"
-    raise DataError(f"{what} has {preview(unknown)}, which this source does not have\n  {expected}")
+    raise DataError(f"{what} contains {preview(unknown)}, but this source has no such class\n  {expected}")

@@ -47,7 +47,9 @@ class Sample:
             return self.image
         try:
             if self.size > MAX_BYTES:
-                raise DataError(f"{self.image}: {self.size:,} bytes, expected at most {MAX_BYTES:,}; remove the file")
+                raise DataError(
+                    f"{self.image} has {self.size:,} bytes, expected at most {MAX_BYTES:,}; remove the file"
+                )
             return self.image.read_bytes()
         except OSError as error:
             raise DataError(f"cannot read {self.image} ({error.strerror})") from None
@@ -90,7 +92,10 @@ def kind_of(encoded: bytes) -> str:
 
 
 def digits(train: bool, image_size: int = 32) -> Iterator[Sample]:
-    """Yield UCI's 1,797 handwritten digits as RGB JPEGs; every fifth image of each class belongs to the test set."""
+    """Yield the training or test images of UCI's 1,797 handwritten digits, as RGB JPEGs.
+
+    Every fifth image of each class is a test image.
+    """
     import cv2
 
     table = np.loadtxt(DIGITS_FILE, np.uint8, delimiter=",")  # (1797, 65): 8 × 8 values of 0 … 16, then the digit

@@ -144,7 +144,7 @@ class Agent:
         remove_folders_of_killed_agents(parent)
 
     def warm_up(self) -> None:
-        """Start the fork server, unless it is already running, without waiting until it is ready.
+        """Start the fork server if it is not running yet; return before it is ready.
 
         The fork server imports modules only for workers without GPUs: importing torch or DeepSpeed may initialise CUDA,
         after which a process must not fork.
@@ -259,7 +259,7 @@ class Agent:
     def end(self) -> str:
         """Kill the attempt's workers and their data loaders, and wait until they have exited.
 
-        Returns why the fork server had to be killed; "" if it is healthy.
+        Returns the reason why the fork server was killed; "" if it was not killed.
         """
         with self.changed:
             # A suspended fork server would not report that its workers have ended.
@@ -359,7 +359,7 @@ class Agent:
 
 
 def remove_folders_of_killed_agents(parent: Path) -> None:
-    """Remove this user's stale agent folders, whose lock is free, from `parent`, which all users may write to."""
+    """Remove the folders of this user's killed agents, whose locks are free, from the shared folder `parent`."""
     for other in parent.glob(f"{FOLDER_PREFIX}*"):
         # Another user may have created the folder, or a link or pipe of this name: do not open anything in it.
         if not (is_own(other) and is_own(other / LOCK)):

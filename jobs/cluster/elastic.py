@@ -127,8 +127,8 @@ class Growth:
     def is_due(self) -> bool:
         """Return whether to stop this attempt so that the next attempt can use more workers.
 
-        True if the cluster has had room for them for `patience_s` seconds and a checkpoint has been committed since
-        then. Once true, the result stays true.
+        Returns True if the cluster has had room for more workers for `patience_s` seconds and a checkpoint has been
+        committed since then. Once True, the result stays True.
         """
         if self.target is not None:
             return True

@@ -99,9 +99,10 @@ def is_too_small(cluster: ClusterConfig) -> bool:
 
 
 def start(cluster: ClusterConfig) -> Embedded:
-    """Start an embedded cluster with enough CPUs for these workers, without waiting; stop a smaller one first.
+    """Start an embedded cluster with enough CPUs for these workers; stop a smaller one first.
 
-    Raises ClusterError if the token cannot be stored, and OSError.
+    Returns before the cluster is ready. Raises ClusterError if the token cannot be stored, or OSError if the cluster's
+    process or directory cannot be created.
     """
     if _started and not is_too_small(cluster):
         return _started[0]
@@ -181,7 +182,8 @@ def token_path() -> Path:
 def make_token() -> None:
     """Enable Ray's token authentication; if there is no token yet, create a token that only this user can read.
 
-    Call this before Ray is imported, because Ray reads RAY_AUTH_MODE at import. Raises ClusterError.
+    Call this before Ray is imported, because Ray reads RAY_AUTH_MODE at import. Raises ClusterError if the token cannot
+    be stored.
     """
     path = token_path()
     try:

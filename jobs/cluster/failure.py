@@ -94,8 +94,8 @@ class Evidence:
     def deaths(self) -> dict[int, str]:
         """Return the cause of death of each worker that ended without a final record, by rank.
 
-        A lost node does not count if any worker has requested an exit code, because a drained node disappears as soon
-        as its workers have committed.
+        The loss of a node is ignored if any worker has raised SystemExit or an error with an exit code, because a
+        drained node disappears as soon as its workers have committed.
         """
         deaths = {}
         ends = self.ends()

@@ -87,7 +87,7 @@ class ForkServer:
     """The agent's handle to its fork server: the child process, and a connection for requests and replies."""
 
     def __init__(self, folder: Path, *, has_gpus: bool) -> None:
-        """Start the process, which removes `folder` when it ends, and imports nothing if the workers use GPUs."""
+        """Start the fork server, which removes `folder` when it ends, and imports nothing if the workers use GPUs."""
         ours, theirs = socket.socketpair()
         lifeline, self.lifeline = os.pipe()
         self.connection = Connection(ours.detach())

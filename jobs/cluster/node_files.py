@@ -17,8 +17,8 @@ A stage's folder then has the same path on every node, but is a separate folder 
 There are two kinds of files:
 - complete files: `rank-*` of the attempt, and files carried between attempts. The whole file is sent after each
   change;
-- appended files: log.txt, metrics.jsonl and TensorBoard's files, to which several nodes and the driver append. Only the
-  new part is sent. The node records its position in `sent.json` for this and later attempts.
+- append-only files: log.txt, metrics.jsonl and TensorBoard's files, to which several nodes and the driver append. Only
+  the new part is sent. The node records its position in `sent.json` for this and later attempts.
 """
 
 import json
@@ -49,7 +49,7 @@ SETTLED_NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class Change:
-    """A new or changed file on a node, or the new part of an appended file."""
+    """A new or changed file on a node, or the new part of a file that has grown."""
 
     name: str  # relative to the stage's folder
     content: bytes

@@ -50,7 +50,7 @@ class ThisMachine:
 
         `worlds` lists the allowed numbers, largest first. `run` is the name under which other users see the
         reservation. During the wait, `on_tick` is called several times a second; it may end the wait by raising an
-        exception. Raises ClusterError; on this machine, only if it has too few GPUs.
+        exception. Raises ClusterError if no slots can be reserved; on this machine, only if it has too few GPUs.
         """
         gpus = self.cluster.gpus_per_worker
         if not gpus:
@@ -82,7 +82,7 @@ class ThisMachine:
         return 0  # this machine never gets more slots
 
     def status(self) -> tuple[Set[str], Set[str]]:
-        """Return the ids of draining nodes, and of other nodes with room for a worker. Thread-safe."""
+        """Return the ids of draining nodes, and the ids of other nodes with room for a worker. Thread-safe."""
         return frozenset(), frozenset()
 
     def warm_up_spares(self, spare: Set[str]) -> None:

@@ -64,7 +64,7 @@ _dashboards: list[str] = []  # dashboard URL of the joined cluster; at most one
 def connect(cluster: ClusterConfig) -> ClusterInfo:
     """Join the cluster at RAY_ADDRESS, or an embedded cluster that ends with this process.
 
-    Raises ClusterError if the cluster does not exist or refuses the connection, and UsageError if the checkout contains
+    Raises ClusterError if the cluster does not exist or refuses the connection, or UsageError if the checkout contains
     a link that must not be shipped.
     """
     if embedded.is_too_small(cluster):

@@ -182,7 +182,7 @@ class RayNodes(RayPlaces):
     # -------------------------------------------------------------------- draining and excluded nodes
 
     def status(self) -> tuple[Set[str], Set[str]]:
-        """Return the ids of draining nodes, and of other nodes with room for a worker. Thread-safe.
+        """Return the ids of draining nodes, and the ids of other nodes with room for a worker. Thread-safe.
 
         A node is drained by a command, by the autoscaler, or after SIGTERM to `ray start --block`.
         """

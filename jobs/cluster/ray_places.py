@@ -62,7 +62,7 @@ class Reservation:
 
 
 def takes_connections(node: Mapping[str, Any]) -> bool:
-    """Return whether a node in `ray.nodes()` accepts connections; the kernel does so even if all processes are busy.
+    """Return whether a node in `ray.nodes()` accepts connections, which its kernel does even if all processes are busy.
 
     Ray's own health check takes 15 s for a node that refuses connections, and 65 s for one that does not respond.
     """
@@ -82,7 +82,7 @@ def without_nodes(node_ids: Set[str], bundles: int) -> list[dict[str, str]] | No
 
 
 def bundle_sizes(workers: int, rooms: Iterable[int]) -> list[int]:
-    """Return the number of workers in each bundle, given that the nodes have room for `rooms` workers.
+    """Return the number of workers in each bundle; `rooms` is the number of workers that still fit on each node.
 
     One bundle takes all free room on a node: on 1,000 nodes with room for eight workers each, Ray places 1,000 bundles
     instead of 8,000. Workers for which there is no room yet get one bundle each, because the size of future nodes is
@@ -116,7 +116,7 @@ class RayPlaces:
 
     @property
     def share(self) -> dict[str, int]:
-        """Return the resources of one worker: Ray's resource name → amount, without zero amounts."""
+        """Return the resources of one worker as Ray's resource name → amount; zero amounts are omitted."""
         share = {"CPU": self.cluster.cpus_per_worker}
         if self.cluster.gpus_per_worker:
             share["GPU"] = self.cluster.gpus_per_worker
@@ -279,7 +279,7 @@ class RayPlaces:
         return bundle_sizes(workers, [room_for(self.share, {node: free}) for node, free in nodes.items()])
 
     def _wait(self, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> None:
-        """Wait until Ray grants the request, and log what is missing. Raises the same errors as `reserve`."""
+        """Wait until Ray grants the request, and log the missing resources. Raises the same errors as `reserve`."""
         patience_s = self.cluster.patience_s
         timeout_s = self.cluster.wait_s or math.inf
         began = time.monotonic()

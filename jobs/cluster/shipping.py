@@ -49,7 +49,7 @@ def inspect_checkout(root: Path) -> Checkout:
     looks_secret = PathSpec.from_lines("gitignore", SECRETS)
 
     def walk(folder: Path, excludes: list[tuple[Path, PathSpec]], parents: Sequence[str]) -> None:
-        """Add the files in a folder; `parents` contains the real paths of the folder and its parents."""
+        """Add a folder's files to `sizes` or `secrets`; `parents` are the real paths of the folder and its parents."""
         for name in IGNORE_FILES:
             if (folder / name).is_file():
                 patterns = PathSpec.from_lines("gitignore", (folder / name).read_text().splitlines())

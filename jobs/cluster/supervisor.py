@@ -90,7 +90,8 @@ def supervise(
     passes to the next. `accompany(task, attempt_folder, cluster)` returns the context manager of a service that runs
     during each attempt.
 
-    Raises Preempted if the stage was stopped, StageFailed if it cannot continue.
+    Raises Preempted if the stage was stopped, StageFailed if it cannot continue, or RunOwned if another command has
+    taken over the run.
     """
     nodes = nodes_of(context.campaign.cluster)
     storage = context.campaign.storage
@@ -178,7 +179,7 @@ class Attempt:
     def check(self) -> None:
         """Check the workers' last reported states; called about every 0.5 s.
 
-        Raises WorkerGroupError if a worker is stuck, Preempted if a stop is requested and there is nothing to commit.
+        Raises WorkerGroupError if a worker is stuck, or Preempted if a stop is requested with nothing to commit.
         """
         context = self.context
         group = self.group
@@ -250,7 +251,7 @@ def write_incident(
 
 
 def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
-    """Prepare the next attempt's move off the leaving nodes, or to more workers, and log it.
+    """Arrange that the next attempt avoids leaving nodes or uses more workers, and log the reason.
 
     Raises Preempted if the driver's node is leaving, because the next attempt needs a driver on another node.
     """
@@ -323,8 +324,8 @@ def recover(
 ) -> None:
     """Handle a failed attempt with `world` workers (step 10 of the module's docstring).
 
-    Returns when the next attempt may start. Raises Preempted (also if a stop is requested during the wait), RunOwned
-    and StageFailed.
+    Returns when the next attempt may start. Raises Preempted if the workers have committed and stopped or a stop is
+    requested, RunOwned if another command owns the run, or StageFailed if another attempt would not help.
     """
     # a. The cause is "Exception: message"; report only the message.
     message = failure.cause.partition(": ")[2]

@@ -61,7 +61,10 @@ def kinds_of(context: typer.Context) -> "Kinds":
 
 
 def load_campaign(recipe: str, overrides: list[str] | None, kinds: "Kinds") -> "Campaign":
-    """Load a recipe, apply the overrides, and return the validated campaign. Raises ConfigError or DataError."""
+    """Load a recipe, apply the overrides, and return the validated campaign.
+
+    Raises ConfigError or DataError if the recipe cannot run.
+    """
     path = recipe_path(recipe)
     from jobs.recipe.campaign import load
 

@@ -38,7 +38,7 @@ def list_all(path: SavedRun, _debug: Debug = False) -> Answer:
 
 
 def stage_checkpoints(run: OpenedRun, checkpoints: StageCheckpoints) -> dict[str, Any]:
-    """Return the checkpoints of a stage, newest first, with the metrics of evaluated steps, and other folders."""
+    """Return a stage's checkpoints, newest first, with metrics, and the names of damaged or unfinished checkpoints."""
     # Scores come from metrics.jsonl; the manifest has none, because a step is evaluated after its commit.
     damage: list[str] = []
     records = read_metrics(run.storage.local / checkpoints.stage, "evaluate", damage)

@@ -282,7 +282,7 @@ def refuse_file(target: Path) -> None:
 def check(
     context: typer.Context, index: "Index", document: dict[str, Any], *, workers: int, cache: str | None = None
 ) -> Answer:
-    """Decode every sample of a new data set by running `data check`; return both documents in one answer."""
+    """Decode every sample of a new data set by running `data check`; return its result as part of `document`."""
     for line in document["report"]:
         echo(line)  # before the check, which takes longer
     answer: Answer = context.obj.load("data check")(document["index"], cache=cache, workers=workers)
@@ -300,7 +300,7 @@ def cache_config(folder: str | None) -> "CacheConfig":
 
 
 def set_document(index: "Index", *, with_gap: bool = False) -> dict[str, Any]:
-    """Describe a data set: size, folder, class names and skipped samples, also as lines (`report`).
+    """Return a data set's size, folder, class names and skipped samples, as fields and as lines of text (`report`).
 
     If `with_gap` is true and most class ids are unused, one line reports this.
     """

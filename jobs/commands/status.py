@@ -49,7 +49,7 @@ def status(run: Run, _debug: Debug = False) -> Answer:
 
 
 def run_or_stage(path: str) -> Path:
-    """Return the folder of a run, or of a stage given as RUN/STAGE. Raises DataError."""
+    """Return the folder of a run, or of a stage given as RUN/STAGE. Raises DataError if the stage does not exist."""
     return Path(path if Path(path).exists() else find_stage(path, RECORD)).resolve()
 
 
@@ -60,7 +60,7 @@ def status_of(run: Path, store: "Bucket | None" = None) -> Document:
     """Return the status of a run: its last command, and all stages in the order of their first start, or one stage.
 
     For a run in an object store, `run` is a local copy of the run or of one stage; the document has the URL. Raises
-    UsageError if there is no run, and StorageError if the object store cannot be read.
+    UsageError if there is no run, or StorageError if the object store cannot be read.
     """
     # 1. The stages. Each stage folder has a stage.json from the start.
     run, folders = stage_folders(run)

@@ -90,8 +90,8 @@ def stages_of(storage: Storage) -> list[StageCheckpoints]:
 def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, str]]:
     """Download a run's small files to a temporary folder; yield the run's local folder and the stage in the URL.
 
-    The stage is "" if the URL names the whole run. `with_logs` also downloads each log.txt. Raises UsageError if
-    there is no run at the URL, and StorageError.
+    The stage is "" if the URL names the whole run. `with_logs` also downloads each log.txt. Raises UsageError if there
+    is no run at the URL, DataError if the run lacks the stage, or StorageError if the store cannot be read.
     """
     run = check_store_url(url)
     stage = ""
@@ -125,8 +125,9 @@ def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, s
 def fetch_weights(url: str) -> str:
     """Download the weights of a run or stage from an object store to the user's cache; return the cache folder.
 
-    Files already in the cache are verified by digest and not downloaded again. Raises UsageError, DataError,
-    StorageError, CheckpointError.
+    Files already in the cache are verified by digest and not downloaded again. Raises UsageError if there is no run at
+    the URL, DataError if the stage is missing or unfinished, CheckpointError if a downloaded file is damaged, or
+    StorageError if the store cannot be read.
     """
     with local_copy(url) as (store, stage):
         folder = Path(find_stage(str(store.local / stage), typed=url))

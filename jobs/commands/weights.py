@@ -19,7 +19,10 @@ LEGACY_PTH = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")  # beginning of fil
 
 
 def find_weights(path: str) -> str:
-    """Return the local folder or file with the weights at a path or, after a download, a URL. Raises DataError."""
+    """Return the local path of the weights at a path or URL; weights at a URL are downloaded first.
+
+    Raises DataError if there are no weights, or the errors of `fetch_weights` for a URL.
+    """
     if "://" in path:
         from jobs.commands.stored_runs import fetch_weights
 

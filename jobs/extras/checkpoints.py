@@ -83,7 +83,7 @@ def selected(run: OpenedRun, step: int | None) -> list[Saved]:
 def newest_verified(run: OpenedRun, step: int | None) -> Path:
     """Verify every byte of the newest checkpoint, or of the checkpoint at `step`; return the checkpoint's folder.
 
-    Raises UsageError if several stages have a matching checkpoint, and CheckpointError if the checkpoint is damaged.
+    Raises UsageError if several stages have a matching checkpoint, or CheckpointError if the checkpoint is damaged.
     """
     saved = selected(run, step)
     stages = sorted({checkpoint.checkpoints.stage for checkpoint in saved})
@@ -265,7 +265,7 @@ def compared(document: Document) -> Iterator[str]:
 
 
 def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: Debug = False) -> Answer:
-    """Export a checkpoint's weights to the same files that a finished stage has."""
+    """Export a checkpoint's weights to the same files as those of a finished stage."""
     # Check before reading the checkpoint, which takes minutes.
     if target.exists() and not target.is_dir():
         raise UsageError(f"--to {target} is a file\n  expected a folder (created if it does not exist)")

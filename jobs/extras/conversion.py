@@ -244,7 +244,7 @@ def export(
 
 
 def refuse_existing(target: str) -> None:
-    """Raise UsageError if the target is a file, a non-empty folder, or inside a run directory."""
+    """Raise UsageError if the target is a file, a non-empty folder or a path inside a run directory."""
     path = Path(target)
     for folder in path.absolute().parents:
         if stage_at(folder) is not None or stages_in(folder):
@@ -315,7 +315,7 @@ def described(
     preprocessing: "models.Preprocessing | None",
     verification: Sequence[str],
 ) -> list[str]:
-    """Describe a model in lines: architecture, class names, preprocessing, verification result and numerics."""
+    """Return lines that describe a model: architecture, class names, preprocessing, verification and numerics."""
     lines = []
     config = model.config
     # 1. The architecture. The loader refuses files with missing or unknown tensors, so all tensors were mapped.
@@ -368,7 +368,7 @@ def described(
 def facts(
     model: "models.Model", path: str, names: Sequence[str], preprocessing: "models.Preprocessing | None"
 ) -> dict[str, Any]:
-    """Return the facts about a model for a document."""
+    """Return a document with a model's architecture, number of parameters, class names and preprocessing."""
     return {
         "weights": path,
         "model": models.to_dict(model.config),

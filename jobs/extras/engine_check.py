@@ -14,5 +14,5 @@ class EngineCheckExtra(TrainingExtra):
     hook = "pipeline.extras.engine_check.hook:EngineCheck"
 
     def hooks(self, cfg: TrainConfig, context: Context) -> HookOptions:
-        """Return the hook, unless the recipe turns the check off."""
+        """Return the hook that checks the engine; {} if the recipe disables the check."""
         return {self.hook: {}} if getattr(cfg, "check_engine", False) else {}

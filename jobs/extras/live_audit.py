@@ -9,9 +9,9 @@ HOOK = "pipeline.extras.live_audit:LiveAudit"
 
 
 class LiveAuditExtra(TrainingExtra):
-    """Loads the hook for `health.audit`; the section `health` comes from the extra for spare workers."""
+    """Adds the hook for `health.audit`; the extra for spare workers defines the section `health`."""
 
     def hooks(self, cfg: TrainConfig, context: Context) -> HookOptions:
-        """Return the hook if the recipe requests an audit."""
+        """Return the hook that audits steps; {} if the recipe does not request an audit."""
         health = getattr(cfg, "health", None)
         return {HOOK: {}} if health is not None and health.audit else {}

@@ -81,7 +81,7 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
 def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
     """Parse a recipe's sections into configs; the resulting stages have no inputs, models or keys yet.
 
-    Raises ConfigError, which names the invalid key.
+    Raises ConfigError, which names the key, if a key or value is invalid.
     """
     # 1. The run: a path, or a URL in an object store.
     run = recipe.values.get("run", recipe.default_run)

@@ -142,7 +142,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
 
 
 def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, Stage], kinds: Kinds) -> None:
-    """Raise ConfigError if a field refers to a stage without the required type of output."""
+    """Raise ConfigError if a field refers to a stage that does not have the required type of output."""
     link = reference(value)
     assert link is not None, "called only for references"
     parent_name, part = link
@@ -206,7 +206,10 @@ def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> 
 
 
 def model_at(folder: str) -> ModelConfig | None:
-    """Return the architecture of the weights in a folder; None if the folder has no model config. Raises DataError."""
+    """Return the architecture of the weights in a folder; None if the folder has no model config.
+
+    Raises DataError if the model config is damaged.
+    """
     path = Path(folder) / CONFIG
     if not path.is_file():
         return None

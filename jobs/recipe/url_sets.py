@@ -23,9 +23,9 @@ AT_ONCE = 8  # tars that are downloaded and indexed in parallel
 
 
 def with_indexed_urls(sections: Sections, kinds: Kinds) -> Sections:
-    """Return the sections with a reference instead of each URL, and with the stages that index the URLs.
+    """Return the sections with each URL replaced with a reference, and with added stages that index the URLs.
 
-    Raises ConfigError if the name of such a stage is in use.
+    Raises ConfigError if the name of an added stage is already in use.
     """
     added: dict[str, dict[str, Any]] = {}  # sets by the stage that indexes them
     references: dict[tuple[str, bool], str] = {}  # (URL, ignores labels) → reference
@@ -71,7 +71,7 @@ def with_indexed_urls(sections: Sections, kinds: Kinds) -> Sections:
 def with_urls_replaced(
     values: object, parts: Sequence[str], replaced: Callable[[str, str], str], above: str = ""
 ) -> object:
-    """Return a section with other strings instead of the URLs in the fields that match a pattern."""
+    """Return a section in which each URL in the fields that match a pattern is replaced with `replaced(field, URL)`."""
     if not parts:
         return replaced(above, values) if isinstance(values, str) and "://" in values else values
     if not isinstance(values, Mapping):

@@ -15,6 +15,7 @@ Data from an earlier stage may not exist yet, so `run` validates each stage agai
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from data.checks import few
 from data.errors import DataError, ExitCode, PatchlineError
@@ -26,11 +27,12 @@ from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.variables import recorded
 
+LENGTH = ("steps", "passes", "optim.schedule.cooldown_steps")  # fields that change only how long a stage trains
 MAX_LISTED = 8  # missing inputs or changed keys listed in a message
 
 
 def validate(stage: Stage, available: Available, *, fresh: bool = False) -> list[CheckResult]:
-    """Return the results of all checks of a stage. Raises OSError.
+    """Return the results of all checks of a stage. Raises OSError if a file cannot be read.
 
     `fresh` allows an unfinished stage with a different config to restart from step 0.
     """
@@ -69,13 +71,31 @@ def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[Check
                 "FAIL",
                 "config",
                 f"{stage.name} is unfinished, and its config has changed:\n    " + "\n    ".join(changes),
-                "  to resume it, undo the change; to restart it from step 0, add --fresh (the old folder is kept)",
+                "  to resume it, undo the change; to restart it from step 0, add --fresh (the old folder is kept)"
+                + ways_to_train_longer(stage, folder, available),
                 ExitCode.CONFIG,
             )
         for reader in available.readers(stage):
             reader.kind.check_parent(reader, stage, available)
     class_names.check(stage, available)
     yield from stage.kind.checks(stage, available)
+
+
+def ways_to_train_longer(stage: Stage, folder: Path, available: Available) -> str:
+    """Return lines with the commands that train a stage for more steps; "" if other settings have changed too."""
+    record = artifacts.read_record(folder / RECORD)
+    changes = config.differences(recorded(record["forbid"]), forbidden_fields(stage))
+    changed = {change.partition(":")[0] for change in changes}
+    if not stage.kind.trains or not changed or not changed <= set(LENGTH):
+        return ""
+    ways = list(stage.kind.ways_to_train_longer(stage, record["forbid"], available))
+    if not (folder / artifacts.DONE).exists() and (available.campaign.remote is None):
+        ways.append(
+            f"start a new schedule from its newest weights: python -m jobs checkpoints export {folder} --to FOLDER, "
+            f"then add {stage.source}.init=FOLDER --fresh\n      "
+            "with new optimizer state, warm-up and sample order; step 0 has the weights of the checkpoint"
+        )
+    return "".join(f"\n  to train longer, {way}" for way in ways)
 
 
 def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = False) -> list[CheckResult]:
@@ -100,14 +120,14 @@ def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = F
             finished.append(stage)
         elif stage in stages:
             results += validate(stage, available, fresh=fresh)
-    results += restarted_stages(campaign, [stage for stage in stages if stage not in finished])
+    results += restarted_stages(campaign, [stage for stage in stages if stage not in finished], available)
     # Check finished stages last: if a shard is lost, the stage that reads it reports how to exclude the shard.
     for stage in finished:
         results += validate(stage, available)
     return results
 
 
-def restarted_stages(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[CheckResult]:
+def restarted_stages(campaign: Campaign, stages: Sequence[Stage], available: Available) -> Iterator[CheckResult]:
     """Warn if a stage will run again because its settings have changed since it finished; list the changed keys.
 
     A change is reported only for the stage whose keys have changed, not for later stages, and once per sweep.
@@ -132,6 +152,7 @@ def restarted_stages(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[Ch
         text = f"{stage.name} starts from step 0, because its settings differ from {folders[0]} (kept): {listed}"
         if stage.kind.trains and stage.config.init is None:
             text += f"\n  to start from those weights instead of random ones, set {stage.source}.init={folders[0].path}"
+        text += ways_to_train_longer(stage, folders[0].path, available)
         yield CheckResult("WARN", "config", text)
 
 

@@ -61,8 +61,7 @@ def read_command(run: Path, storage: Storage, log: Callable[[str], None], period
     """Read whether the last command on a run is still running, or how it ended.
 
     A killed command has not recorded its end, so its lease is checked. A lease held on another machine is watched for
-    at most
-    `periods` renewals; `log` reports this wait. Raises StorageError.
+    at most `periods` renewals; `log` reports this wait. Raises StorageError or OSError if the storage fails.
     """
     try:
         last = json.loads((run / "status.json").read_text())

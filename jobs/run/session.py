@@ -194,7 +194,7 @@ class Session:
 class Stopper:
     """Handles SIGTERM, SIGHUP and SIGINT: the first requests a commit and exit code 75, a second SIGINT exits at once.
 
-    If another command has taken over the run, this one raises RunOwned without a commit.
+    If another command has taken over the run, this command raises RunOwned and does not commit.
     """
 
     def __init__(self, log: Callable[[str], None], lease: Lease) -> None:
@@ -217,7 +217,7 @@ class Stopper:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Record a signal as a stop request.
 
-        Raises Preempted if the driver itself runs the stage, RunOwned if another command has taken over the run, and
+        Raises Preempted if the driver itself runs the stage, RunOwned if another command has taken over the run, or
         KeyboardInterrupt at a second SIGINT.
         """
         # A second SIGTERM only repeats the request; a second Ctrl-C comes from a user who does not want to wait.

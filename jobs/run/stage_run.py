@@ -81,7 +81,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
 
 
 def check_parents(context: Context) -> None:
-    """Raise ConfigError if a parent stage has not run, and Diverged if a parent stage has diverged."""
+    """Raise ConfigError if a parent stage has not run, or Diverged if a parent stage has diverged."""
     stage = context.stage
     for field, value in stage.parents.items():
         link = reference(value)

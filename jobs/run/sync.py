@@ -41,7 +41,7 @@ def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], No
     """Synchronise a run's local folder with its object store during the block; yield a function that uploads changes.
 
     The yielded function raises RunOwned if another command has taken over the run. For a run in a shared folder, the
-    function only checks the owner and uploads nothing. Raises StorageError.
+    function only checks the owner and uploads nothing. Raises StorageError if the store fails.
     """
     if storage.is_shared:
         yield lease.check
@@ -112,7 +112,7 @@ class Sync:
     def put(self) -> None:
         """Upload all changed small files, the done.json files last, because they mark stages as finished.
 
-        Raises StorageError, and RunOwned if another command has taken over the run.
+        Raises StorageError if the store fails, or RunOwned if another command has taken over the run.
         """
         with self.lock:
             self.lease.check()
@@ -141,8 +141,8 @@ class Sync:
 def fetch_small_files(store: Bucket, is_selected: Callable[[str], bool]) -> dict[str, int]:
     """Download the files selected by `is_selected` that are missing locally; return file name → size in bytes.
 
-    Also creates the attempts' folders, from which attempts are counted. Raises StorageError, and DataError if an
-    attempt's claim is invalid JSON or names a folder outside the run.
+    Also creates the attempts' folders, from which attempts are counted. Raises StorageError if the store fails, or
+    DataError if an attempt's claim is invalid JSON or names a folder outside the run.
     """
     missing: dict[str, int] = {}
     claims: list[str] = []  # claim files of attempts

@@ -35,7 +35,7 @@ class Watcher:
         """Prepare to watch a run; called after the command has acquired the run's lease."""
 
     def stage(self, context: Context) -> None:
-        """Prepare to watch a stage, which is about to start."""
+        """Prepare to watch a stage that is about to start."""
 
     def status(self, message: StatusMessage) -> None:
         """Show the stage's status. The driver's loop calls this method, so it must return at once."""

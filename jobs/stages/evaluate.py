@@ -464,7 +464,8 @@ def log_warnings(cfg: EvaluateConfig, context: Context, results: Iterable[Entry]
 def evaluate_on_workers(cfg: "WorkerConfig", init: str, requests: Sequence["Request"], context: Context) -> list[Entry]:
     """Run attempts until all requests are evaluated; return a result for each request.
 
-    Raises DataError if the weights at `init` differ from their recorded digest; also Preempted and StageFailed.
+    Raises DataError if the weights at `init` differ from their recorded digest, Preempted if the stage was stopped, or
+    StageFailed if it cannot continue.
     """
     from pipeline.evaluation.worker import worker
 

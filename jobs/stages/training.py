@@ -1,4 +1,4 @@
-"""The stages pretrain and finetune: their checks, and the tasks sent to their workers.
+"""The pretrain and finetune stages: their checks, and the tasks sent to their workers.
 
 1. `checks` checks a stage against the cluster and data, so that a stage that cannot finish does not start.
 2. The supervisor runs attempts; `make_training_task` writes the task for each attempt's workers.
@@ -81,8 +81,12 @@ class TrainingExtra:
         """Check a stage before it runs: raise the first error, and yield warnings and other results."""
         return ()
 
+    def ways_to_train_longer(self, stage: Stage, before: Mapping[str, Any], available: Available) -> Iterable[str]:
+        """Return commands that train a stage for more steps, in the format of the method of StageKind."""
+        return ()
+
     def before(self, cfg: TrainConfig, context: Context) -> None:
-        """Prepare a stage after its checks have passed."""
+        """Do the extra's work before the first attempt, such as linking a checkpoint; the checks have passed."""
 
     def companion(self, cfg: TrainConfig, context: Context) -> Companion | None:
         """Return the service to run during the attempts, if any."""
@@ -125,7 +129,7 @@ class Training(StageKind):
     def run(self, cfg: TrainConfig, context: Context, *, until: int | None = None) -> dict[str, object]:
         """Train to the last step, or to the step `until` (for replays).
 
-        Raises Preempted, or StageFailed with the worker's exit code.
+        Raises Preempted if the stage was stopped, or StageFailed, with the worker's exit code, if it cannot continue.
         """
         # Imported here, as in every stage, because checking a recipe does not need torch (1 s to import).
         from pipeline.artifacts import EXCLUDED_STEPS
@@ -178,6 +182,11 @@ class Training(StageKind):
             commands += more_commands
         return fields, commands
 
+    def ways_to_train_longer(self, stage: Stage, before: Mapping[str, Any], available: Available) -> Iterator[str]:
+        """Yield the commands that the extras suggest to train a stage for more steps."""
+        for extra in self.extras:
+            yield from extra.ways_to_train_longer(stage, before, available)
+
     def model(self, cfg: TrainConfig, source_model: SourceModel) -> ModelConfig | None:
         """Return the architecture of the trained model; None if the initial weights are missing."""
         if cfg.init is None:
@@ -219,7 +228,7 @@ class Training(StageKind):
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
         """Check a stage against the cluster, the data and the requirements of extras; yield warnings.
 
-        Raises ConfigError and DataError.
+        Raises ConfigError or DataError if the stage cannot run.
         """
         yield from self.core_checks(stage, available)
         for extra in self.extras:
@@ -228,8 +237,8 @@ class Training(StageKind):
     def core_checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
         """Check a stage against the cluster and its data: classes, image shapes, length of training.
 
-        Data from an earlier stage may not exist yet; it is checked right before the stage starts. Raises ConfigError
-        and DataError.
+        Data from an earlier stage may not exist yet; it is checked right before the stage starts. Raises ConfigError or
+        DataError if the stage cannot run.
         """
         cfg: TrainConfig = stage.config
         name = stage.name

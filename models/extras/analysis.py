@@ -127,7 +127,7 @@ def position_similarity(model: nn.Module) -> Tensor:
     vit = vit_of(model)
     config = vit.config
     if config.positions not in positions.ADDED:
-        raise ValueError(f"expected a position table added to the patches, found positions {config.positions}")
+        raise ValueError(f"expected a position table that is added to the patches, found positions={config.positions}")
     table = position_table(vit.state_dict(), config)[0, config.position_slots :].double()
     unit = F.normalize(table, dim=-1)
     return (unit @ unit.T).reshape(*config.grid, *config.grid)
@@ -141,7 +141,10 @@ def embedding_components(model: nn.Module, count: int = 28) -> tuple[Tensor, Ten
     """
     vit = vit_of(model)
     if vit.stem is not None:
-        raise ValueError("expected a patch embedding of RGB pixels; in this model, a ResNet precedes it")
+        raise ValueError(
+            "expected a model whose patch embedding reads RGB pixels; in this model, it reads the output of a ResNet "
+            "stem"
+        )
     filters = vit.embedding.weight.detach().double()  # (D, C, h, w)
     rows = filters.flatten(1)
     # Principal components belong to centred rows; SVD computes them without a covariance matrix.

@@ -58,7 +58,9 @@ def save_weights(
     else:
         state = model_or_state
     if config is None:
-        raise ValueError("a state dict does not contain its config: call save_weights(state, directory, config)")
+        raise ValueError(
+            "a state dict does not contain the config of its model; call save_weights(state, directory, config)"
+        )
     check_weights(state, config)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

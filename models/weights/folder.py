@@ -1,4 +1,4 @@
-"""File names in a weights folder, and readers for the small files, which do not need torch.
+"""File names in a weights folder, and functions that read its small files without torch.
 
     weights.safetensors + model.json    our format, passed from stage to stage; optionally with
     classes.json, preprocessing.json    the class names, and the preprocessing used in evaluation
@@ -28,7 +28,7 @@ THEIR_PREPROCESSOR = "preprocessor_config.json"  # of transformers; timm stores 
 
 
 def foreign() -> Any:
-    """Import and return the module (and torch) that reads and writes the formats of other projects.
+    """Import torch and the module that reads and writes the formats of other projects, and return the module.
 
     Raises ValueError if the module is not installed.
     """
@@ -38,7 +38,10 @@ def foreign() -> Any:
     except ModuleNotFoundError as error:
         if not name.startswith(error.name or name + "."):
             raise
-        raise ValueError("weights of other projects need models/extras/weights, which is not installed") from None
+        raise ValueError(
+            "the file is in the format of another project, and models/extras/weights, which reads it, is not in this "
+            "checkout"
+        ) from None
 
 
 def load_class_names(path: str | Path) -> tuple[str, ...]:

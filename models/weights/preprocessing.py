@@ -76,12 +76,17 @@ class Preprocessing:
         sides = (math.floor(size[0] / crop_pct), math.floor(size[1] / crop_pct))
         if interpolation not in RESAMPLE or mode not in ("center", "squash") or crop_pct > 1:
             raise ValueError(
-                f"timm evaluates with crop_mode {mode}, crop_pct {crop_pct}, {interpolation} interpolation"
+                f"timm evaluates this model with crop_mode {mode}, crop_pct {crop_pct} and {interpolation} "
+                "interpolation, expected crop_mode center or squash, crop_pct of at most 1, and one of "
+                f"{', '.join(RESAMPLE)}"
             )
         resize: int | tuple[int, int] = sides
         if mode == "center":
             if sides[0] != sides[1]:
-                raise ValueError(f"timm evaluates with a centre crop of {size[0]}×{size[1]}, which is not a square")
+                raise ValueError(
+                    f"timm evaluates this model with a centre crop of {size[0]}×{size[1]}, but only square crops are "
+                    "supported"
+                )
             resize = sides[0]
         mean = described.get("mean") or IMAGENET_MEAN
         std = described.get("std") or IMAGENET_STD
@@ -97,17 +102,21 @@ class Preprocessing:
         name = kind.removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor")
         name = name.removesuffix("FeatureExtractor")
         if name not in HF_PROCESSORS:
-            raise ValueError(f"{kind or 'an unnamed image processor'} is not one of {', '.join(HF_PROCESSORS)}")
+            raise ValueError(
+                f"{kind or 'an unnamed image processor'} is not supported; expected one of {', '.join(HF_PROCESSORS)}"
+            )
         mean, std, interpolation, is_square, default_size, default_crop = HF_PROCESSORS[name]
         if not described.get("do_resize", True) or not described.get("do_rescale", True):
-            raise ValueError("images are not resized, or their pixels are not scaled to 0 … 1")
+            raise ValueError("do_resize or do_rescale is false, expected true for both")
         if abs(described.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
-            raise ValueError(f"pixels are multiplied by {described['rescale_factor']}, not by 1/255")
+            raise ValueError(f"rescale_factor is {described['rescale_factor']}, expected 1/255")
         codes = {code: filter for filter, code in RESAMPLE.items()}
         if described.get("resample") is not None:
             code = described["resample"]
             if code not in codes:
-                raise ValueError(f"Pillow's filter number {code} is not one of {', '.join(RESAMPLE)}")
+                raise ValueError(
+                    f"resample is {code}, expected the number of one of Pillow's filters {', '.join(RESAMPLE)}"
+                )
             interpolation = codes[code]
         resize = hf_size(described.get("size", default_size), is_square)
         crops = described.get("do_center_crop", default_crop is not None)
@@ -115,10 +124,15 @@ class Preprocessing:
         if crops:
             size = hf_size(described.get("crop_size", default_crop or default_size), True)
         if not isinstance(size, tuple):
-            raise ValueError(f"images are resized to a shorter side of {size} and not cropped, so their sizes differ")
+            raise ValueError(
+                f"images are resized to a shorter side of {size} without a crop, so their sizes differ; expected a "
+                "centre crop"
+            )
         smallest = resize if isinstance(resize, tuple) else (resize, resize)
         if smallest[0] < size[0] or smallest[1] < size[1]:
-            raise ValueError(f"images are padded from {smallest[0]}×{smallest[1]} to {size[0]}×{size[1]}")
+            raise ValueError(
+                f"images of {smallest[0]}×{smallest[1]} are padded to {size[0]}×{size[1]}, but padding is not supported"
+            )
         mean = described.get("image_mean") or mean
         std = described.get("image_std") or std
         if not described.get("do_normalize", True):
@@ -135,7 +149,7 @@ class Preprocessing:
         mean: Iterable[float],
         std: Iterable[float],
     ) -> Preprocessing:
-        """Return a preprocessing of a resize with a Pillow filter, the op `crop` to `size`, and a normalisation."""
+        """Return the preprocessing that resizes with a Pillow filter, crops to `size` with `crop`, and normalises."""
         ops = pillow_ops(resize, interpolation, size, crop)
         return cls(ops, size, resize, named_filter(interpolation), tuple(mean), tuple(std))
 
@@ -147,7 +161,9 @@ class Preprocessing:
         if size == self.size:
             return self
         if self.resize is None or not self.ops.startswith("resize_pillow"):
-            raise ValueError(f"{self.ops!r} makes images of {self.size[0]}×{self.size[1]}, not {size[0]}×{size[1]}")
+            raise ValueError(
+                f"{self.ops!r} produces images of {self.size[0]}×{self.size[1]}, expected {size[0]}×{size[1]}"
+            )
         resize: int | tuple[int, int]
         if isinstance(self.resize, tuple):
             resize = (
@@ -172,7 +188,7 @@ class Preprocessing:
         resized = (math.floor(height / crop_pct), math.floor(width / crop_pct))
         if resized != sides or (height != width and not is_squashed):
             raise ValueError(
-                f"timm has one crop_pct for both sides, and no crop_pct reproduces {self.ops!r}\n"
+                f"timm uses the same crop_pct for both sides, and no crop_pct reproduces {self.ops!r}\n"
                 "  save as safetensors, or use ops that squash both sides: --preprocess 'resize(SIZE)'"
             )
         return {
@@ -218,8 +234,8 @@ class Preprocessing:
         """Raise ValueError if a library cannot do the same preprocessing; warn if its output pixels will differ."""
         if self.resize is None:
             raise ValueError(
-                f"{library} resizes an image once and then crops its centre, but {self.ops!r} does something else\n"
-                "  save as safetensors, or use ops of that form: --preprocess 'resize_small(SIZE)|central_crop(SIZE)'"
+                f"{library} resizes an image once and then crops its centre, but {self.ops!r} does not\n"
+                "  save as safetensors, or use ops that do: --preprocess 'resize_small(SIZE)|central_crop(SIZE)'"
             )
         remaining = REMAINING[self.interpolation]
         if remaining:
@@ -241,7 +257,7 @@ def pillow_ops(resize: int | tuple[int, int], interpolation: str, size: tuple[in
 
 
 def named_filter(interpolation: str) -> str:
-    """Return the REMAINING key of a Pillow filter."""
+    """Return the key of a Pillow filter in REMAINING, the table of pixel differences between filters."""
     return "bilinear antialiased" if interpolation == "bilinear" else interpolation
 
 
@@ -255,4 +271,6 @@ def hf_size(size: Any, is_square: bool) -> int | tuple[int, int]:
         return int(size["shortest_edge"])
     if isinstance(size, Mapping) and set(size) == {"height", "width"}:
         return (int(size["height"]), int(size["width"]))
-    raise ValueError(f"an image size of {size!r} is not supported")
+    raise ValueError(
+        f"the image size {size!r} is not supported; expected a number, (height, width), or a shortest_edge"
+    )

@@ -94,7 +94,10 @@ class NewerSchema(CheckpointError):
 
 
 def newest_attempt(storage: Storage) -> int:
-    """Return the highest attempt number claimed in a run; 0 if there is none. Raises StorageError, OSError."""
+    """Return the highest attempt number claimed in a run; 0 if there is none.
+
+    Raises StorageError or OSError if the storage fails.
+    """
     newest = 0
     for name in storage.list(ATTEMPTS):
         number = name.removeprefix(f"{ATTEMPTS}/").removesuffix(".json")
@@ -140,14 +143,17 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
-    """Read and check a checkpoint's manifest in a run's storage, like `read_manifest`; also raises StorageError."""
+    """Read and check a checkpoint's manifest in a run's storage.
+
+    Raises the same errors as `read_manifest`, or StorageError if an object store fails.
+    """
     path = f"{storage.address(checkpoint)}/{MANIFEST}"
     try:
         content = storage.read(f"{checkpoint}/{MANIFEST}")
     except OSError as error:
         raise unreadable(path, error) from None
     if content is None:
-        raise DamagedCheckpoint(f"{path}: no such file")
+        raise DamagedCheckpoint(f"{path}: file not found")
     try:
         values = unseal(content)
         # Check the schema before the fields, which a newer schema may have renamed. Falling back to an older checkpoint
@@ -165,39 +171,40 @@ def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
     except Unsealed as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (KeyError, TypeError):
-        raise CheckpointError(f"{path} is not a manifest") from None
+        raise CheckpointError(f"{path} is not a valid manifest") from None
     # Detect a folder renamed by hand, whose weights would be loaded as those of another step.
     name = checkpoint.rpartition("/")[2]
     if name.startswith("step-") and step_of(Path(name)) != manifest.step:
-        raise CheckpointError(f"{path} describes step {manifest.step}, but its folder is named {name}")
+        raise CheckpointError(f"{path} is the manifest of step {manifest.step}, but its folder is named {name}")
     return manifest
 
 
 def sizes_in(storage: Storage, folder: str) -> dict[str, int]:
-    """Return {file name: size} for every file in a folder. Raises StorageError, OSError."""
+    """Return {file name: size} for every file in a folder. Raises StorageError or OSError if the storage fails."""
     return {name.removeprefix(f"{folder}/"): size for name, size in storage.list(folder).items()}
 
 
 def inspect_checkpoint(storage: Storage, checkpoint: str) -> Manifest:
     """Read a checkpoint's manifest, and check that exactly the listed files exist and have the listed sizes.
 
-    Raises CheckpointError naming the file and the difference; OSError or StorageError if the storage fails.
+    Raises CheckpointError, which names the file and the difference, if the files do not match the manifest, or OSError
+    or StorageError if the storage fails.
     """
     address = storage.address(checkpoint)
     present = sizes_in(storage, checkpoint)
     # Check the listing first, because opening a pipe, for example, could block for ever.
     if MANIFEST not in present:
-        raise DamagedCheckpoint(f"{address}/{MANIFEST}: no such file")
+        raise DamagedCheckpoint(f"{address}/{MANIFEST}: file not found")
     manifest = manifest_in(storage, checkpoint)
     del present[MANIFEST]
     # Reject additional files like missing ones: the folder differs from what was committed.
     missing = sorted(manifest.files.keys() - present.keys())
     extra = sorted(present.keys() - manifest.files.keys())
     if missing or extra:
-        raise DamagedCheckpoint(f"{address}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
+        raise DamagedCheckpoint(f"{address}: missing files: {missing or 'none'}; unexpected files: {extra or 'none'}")
     for name, record in manifest.files.items():
         if present[name] != record["bytes"]:
-            raise DamagedCheckpoint(f"{address}/{name}: {present[name]} bytes, expected {record['bytes']}")
+            raise DamagedCheckpoint(f"{address}/{name} has {present[name]} bytes, expected {record['bytes']}")
     return manifest
 
 
@@ -246,7 +253,7 @@ def check_size(path: Path, expected: FileRecord) -> None:
         raise DamagedCheckpoint(f"{path} is not a regular file")
     size = path.stat().st_size
     if size != expected["bytes"]:
-        raise DamagedCheckpoint(f"{path}: {size} bytes, expected {expected['bytes']}")
+        raise DamagedCheckpoint(f"{path} has {size} bytes, expected {expected['bytes']}")
 
 
 def chunks_of(path: Path, chunk_bytes: int) -> Iterator[memoryview]:

@@ -51,7 +51,8 @@ LENGTH_BYTES = 8  # at the start of a safetensors file: length of its JSON (http
 def verify(checkpoint: Path) -> Manifest:
     """Verify every byte of a checkpoint against its manifest, and return the manifest.
 
-    Raises CheckpointError naming the file and the difference, OSError if the storage fails.
+    Raises CheckpointError, which names the file and the difference, if a file does not match the manifest, or OSError
+    if the storage fails.
     """
     manifest = inspect_checkpoint(Folder(checkpoint.parent), checkpoint.name)
     for name, record in manifest.files.items():
@@ -65,7 +66,10 @@ def verify(checkpoint: Path) -> Manifest:
         if actual["sha256"] != record["sha256"]:
             raise DamagedCheckpoint(f"{path}: its sha256 differs from the manifest; the file has changed")
         if actual["chunks"] != record["chunks"]:
-            raise DamagedCheckpoint(f"{path}: its sha256 matches the manifest, but the digests of its chunks do not")
+            raise DamagedCheckpoint(
+                f"{path}: its sha256 matches the manifest, but the digests of its chunks do not, so the manifest is "
+                "damaged"
+            )
         # Check the header too: the digests would also match if the committed file was not a checkpoint file.
         FragmentFile(path, record).close()
     return manifest
@@ -77,7 +81,7 @@ class FragmentFile:
     def __init__(self, path: Path, record: ChunkedRecord) -> None:
         """Open the file and read its header.
 
-        Raises DamagedCheckpoint if the file does not match its record, OSError if the storage fails.
+        Raises DamagedCheckpoint if the file does not match its record, or OSError if the storage fails.
         """
         self.path = path
         self.size = record["bytes"]
@@ -95,7 +99,7 @@ class FragmentFile:
             self.fill(memoryview(length_field)[: self.size], 0)
             data_begins = LENGTH_BYTES + int.from_bytes(length_field, "little")
             if data_begins > self.size:
-                raise ValueError(f"its header would end at byte {data_begins} of {self.size}")
+                raise ValueError(f"its header would end at byte {data_begins}, but the file has {self.size} bytes")
             text = bytearray(data_begins - LENGTH_BYTES)
             self.fill(memoryview(text), LENGTH_BYTES)
             for key, described in json.loads(text).items():
@@ -105,7 +109,7 @@ class FragmentFile:
                 (count,) = described["shape"]
                 is_flat_fp32 = described["dtype"] == "F32" and end_byte - first_byte == FLOAT_BYTES * count
                 if not is_flat_fp32 or not 0 <= first_byte <= end_byte <= self.size - data_begins:
-                    raise ValueError(f"{key} is {described}")
+                    raise ValueError(f"the entry {key} is invalid: {described}")
                 self.places[key] = (data_begins + first_byte, count)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{path} has no valid fragments: {error}") from None
@@ -113,7 +117,7 @@ class FragmentFile:
     def read(self, key: str, first: int, out: Tensor) -> None:
         """Fill a flat fp32 tensor in host memory from a fragment, starting at the fragment's element `first`.
 
-        Raises DamagedCheckpoint if the bytes differ from the committed bytes, OSError if the storage fails.
+        Raises DamagedCheckpoint if the bytes differ from the committed bytes, or OSError if the storage fails.
         """
         data_begins, count = self.places[key]
         assert first + out.numel() <= count, (key, first, out.numel(), count)
@@ -229,7 +233,7 @@ class Reader:
     def __call__(self, name: str, kind: str, start: int, count: int) -> Tensor:
         """Return elements [start, start + count) of one parameter's master weight or moment, as flat fp32.
 
-        Raises CheckpointError if the checkpoint lacks the parameter or a part of the range, DamagedCheckpoint if the
+        Raises CheckpointError if the checkpoint lacks the parameter or a part of the range, or DamagedCheckpoint if the
         bytes differ from the committed bytes.
         """
         # The range may span files of several workers, depending on the world size that saved it.

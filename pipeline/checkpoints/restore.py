@@ -75,7 +75,7 @@ def choose_together(checkpoints: StageCheckpoints, attempt: int, log: Log) -> Ch
         #    with a bad disk must not condemn one checkpoint after another for all.
         if is_whole_somewhere:
             raise CheckpointError(
-                f"{node_with_problem} cannot store an intact copy of {name}, but another node can: {problem}\n"
+                f"{node_with_problem} failed to store an intact copy of {name}, but another node succeeded: {problem}\n"
                 "  exclude this node or check its disk, then run the same command again"
             )
         on_rank_0(lambda: checkpoints.refuse(name, attempt, problem, log))  # noqa: B023 (called in this round)
@@ -117,7 +117,8 @@ def load_together(fill: Fill, checkpoints: StageCheckpoints, chosen: Chosen, att
                 return
             raise CheckpointError(
                 f"{problem}; but rank 0 on {socket.gethostname()} read the same checkpoint without errors\n"
-                "  nothing was changed; check the disk, the mount and the memory of that node, or exclude it, then run "
+                "  nothing was changed; check the disk, mount and memory of the node that failed, or exclude it, then "
+                "run "
                 "the same command again"
             )
 

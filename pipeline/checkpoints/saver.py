@@ -186,7 +186,7 @@ class Saver:
         """Collective: commit the save in flight, if any, after waiting for all files; then delete old checkpoints.
 
         `step` is the loop's current step. Returns the manifest, or None on every worker if the save failed. On all
-        workers, raises RunOwned if a newer attempt owns the run, and CheckpointError after `max_failed_saves`
+        workers, raises RunOwned if a newer attempt owns the run, or CheckpointError after `max_failed_saves`
         consecutive failures.
         """
         if self.thread is None:
@@ -291,7 +291,7 @@ class Saver:
         if self.deleting.is_alive():
             self.telemetry.log(
                 f"old checkpoints are still being deleted under {self.checkpoints.address} after {DELETING_S:.0f} s; "
-                "the run continues, but their disk space is not free yet"
+                "the run continues, but the disk space that they use is not free yet"
             )
 
     def delete_old(self, before: threading.Thread | None) -> None:
@@ -309,7 +309,7 @@ class Saver:
     def checkpoint_of(self, step: int) -> Chosen:
         """Return the checkpoint of a committed step, readable on this node; rank 0 only.
 
-        Raises CheckpointError, StorageError.
+        Raises CheckpointError if the checkpoint is damaged, or StorageError or OSError if the storage fails.
         """
         # For equal steps the later attempt comes first.
         name = next(name for name in self.checkpoints.committed() if step_of(Path(name)) == step)
@@ -377,7 +377,7 @@ def check_disk_space(cfg: TrainConfig, model: ModelConfig, checkpoints: StageChe
     free = free_bytes(checkpoints.local)
     if free < needed:
         raise CheckpointError(
-            f"{size_text(needed)} needed under {checkpoints.local} ({parts}), {size_text(free)} free\n"
+            f"{size_text(needed)} are needed under {checkpoints.local} ({parts}), but only {size_text(free)} are free\n"
             f"  expected: room for keep={cfg.keep} checkpoints, for one more while it is written, and for the weights\n"
             "  free space there, lower keep, or use another disk: run=/elsewhere"
         )
@@ -417,7 +417,7 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
 
 
 def check_room(checkpoints: StageCheckpoints, manifest: Manifest, needed_bytes: int) -> None:
-    """Raise CheckpointError if the disk has no room for a save of this size, OSError if its free space is unknown.
+    """Raise CheckpointError if the disk has no room for a save of this size, or OSError if its free space is unknown.
 
     Files of this save that other workers have already written count as free space, because the workers do not wait for
     each other. An object store always has room.

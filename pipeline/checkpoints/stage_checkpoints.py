@@ -59,7 +59,7 @@ class WrittenFile:
 
     @property
     def bytes(self) -> int:
-        """Return the size of the file; 0 if none was written."""
+        """Return the size of the file; 0 if no file was written."""
         return self.record["bytes"] if self.record else 0
 
 
@@ -108,20 +108,24 @@ class StageCheckpoints:
         return [step_of(Path(name)) for name in self.committed()]
 
     def manifest(self, name: str) -> Manifest:
-        """Read the manifest of a checkpoint; raises the same errors as `read_manifest`."""
+        """Read the manifest of a checkpoint. Raises the same errors as `read_manifest`."""
         return manifest_in(self.storage, f"{self.folder}/{name}")
 
     def fetch(self, name: str) -> Path:
         """Return a folder on this node that contains a checkpoint's files, downloaded and verified if necessary.
 
-        Raises CheckpointError if the checkpoint is damaged in the storage. Also raises StorageError and OSError.
+        Raises CheckpointError if the checkpoint is damaged in the storage, or StorageError or OSError if the storage
+        fails.
         """
         from pipeline.checkpoints.reader import verify  # imported here, because recipes are checked without torch
 
         return self.storage.fetch_set(self.folder, name, verify)
 
     def verify(self, name: str) -> Path:
-        """Verify every byte of a checkpoint in the storage, and return a folder with its files. Raises like `fetch`."""
+        """Verify every byte of a checkpoint in the storage, and return a folder with its files.
+
+        Raises the same errors as `fetch`.
+        """
         from pipeline.checkpoints.reader import verify
 
         return self.storage.fetch_set(self.folder, name, verify, recheck=True)
@@ -201,13 +205,14 @@ class StageCheckpoints:
                 leftovers.append(str(leftover))
             removed.append(name)
         if leftovers:
-            raise OSError(f"could not delete all of {', '.join(leftovers)}; the next start will try again")
+            raise OSError(f"could not delete all files of {', '.join(leftovers)}; the next start will try again")
         return removed
 
     def adopt(self, source: Path, key: str | None = None) -> None:
         """Add a checkpoint from another folder on this disk to this stage, atomically, with `key` as its stage key.
 
-        Its files are hard-linked if possible, and are never modified. Raises CheckpointError, OSError.
+        Its files are hard-linked if possible, and are never modified. Raises CheckpointError if the checkpoint is
+        damaged, or OSError if the storage fails.
         """
         manifest = inspect_checkpoint(Folder(source.parent), source.name)
         staged = self.local / f".tmp-{source.name}-linked"
@@ -287,10 +292,10 @@ def check_seen(storage: Storage, staged: str, written: Sequence[WrittenFile], lo
     ranks = [rank for rank, file in enumerate(written) if file.name in unseen]
     first = written[ranks[0]]
     bytes_seen = unseen[first.name]
-    visible = "no such file" if bytes_seen is None else f"{bytes_seen:,} bytes"
+    visible = "no file" if bytes_seen is None else f"{bytes_seen:,} bytes"
     others = ""
     if len(ranks) > 1:
-        others = f", nor the files of {len(ranks) - 1} more workers ({', '.join(map(str, ranks[1:9]))} …)"
+        others = f", and not the files of {len(ranks) - 1} more workers ({', '.join(map(str, ranks[1:9]))} …)"
     raise CheckpointError(
         f"worker {ranks[0]} on {first.node} wrote {address}/{first.name} ({size_text(first.bytes)}), but rank 0 on "
         f"{socket.gethostname()} sees {visible} there after {waited_s:.0f} s{others}; "

@@ -123,7 +123,7 @@ def import_deepspeed() -> ModuleType:
 
 
 def check_zero_section(section: Mapping[str, Any]) -> None:
-    """Raise ValueError (pydantic's, with `errors()`) if DeepSpeed's schema rejects a value in zero_optimization."""
+    """Raise pydantic.ValidationError (a ValueError) if DeepSpeed's schema rejects a value in zero_optimization."""
     # Without the variable DeepSpeed warns on machines without a GPU. It is removed again, because workers that inherit
     # the environment may have other devices.
     key = "DS_ACCELERATOR"

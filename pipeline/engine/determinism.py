@@ -34,7 +34,7 @@ def use_deterministic_kernels() -> None:
     value = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_VALUES[0])
     if value not in CUBLAS_VALUES:
         raise ConfigError(
-            f"{CUBLAS_VARIABLE} is {value!r}: with this value cuBLAS may add in a different order each time\n"
+            f"{CUBLAS_VARIABLE} is {value!r}: with this value, cuBLAS may sum in a different order each time\n"
             f"  expected {' or '.join(CUBLAS_VALUES)}, because exact_parts guarantees bitwise equal results\n"
             f"  run unset {CUBLAS_VARIABLE}, or set cluster.environment.{CUBLAS_VARIABLE}={CUBLAS_VALUES[0]}"
         )
@@ -64,9 +64,9 @@ class Conditions:
 
 
 def doubts(now: Conditions) -> list[str]:
-    """Return the reasons why a resume under the same conditions may change the last bits; an empty list if it cannot.
+    """Return the reasons why a resume under the same conditions may change the last bits; an empty list if none apply.
 
-    On a GPU only operations that torch documents as deterministic are trusted.
+    On a GPU, only operations that torch documents as deterministic are trusted.
     """
     if not now.is_gpu:
         return []

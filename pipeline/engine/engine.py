@@ -72,9 +72,10 @@ class Engine:
     def __init__(
         self, model: nn.Module, decayed: Set[str], optim: OptimConfig, settings: Settings, polyak: float = 0.0
     ) -> None:
-        """Collective. `decayed` names the parameters with weight decay; `settings` comes from `deepspeed_config`.
+        """Collective: wrap a model in DeepSpeed; `decayed` names the parameters with weight decay.
 
-        Raises ConfigError if this DeepSpeed version lacks private names that Patchline uses.
+        `settings` are the DeepSpeed settings returned by `deepspeed_config`. Raises ConfigError if this DeepSpeed
+        version lacks private names that Patchline uses.
         """
         deepspeed = import_deepspeed()
         self.zero: int = settings["zero_optimization"]["stage"]

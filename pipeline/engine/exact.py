@@ -113,7 +113,7 @@ class ExactEngine(Engine):
         *,
         parts: int,
     ) -> None:
-        """Like Engine; `parts` is a power of two and a multiple of the world size."""
+        """Collective: create an Engine that sums `parts` parts, a power of two and a multiple of the world size."""
         super().__init__(model, decayed, optim, settings, polyak)
         world = dist.get_world_size()
         self.micro_batches = self.engine.gradient_accumulation_steps() * world  # micro-batches in the global batch
@@ -160,7 +160,7 @@ class ExactEngine(Engine):
     def added(self, loss: Tensor, part: Tensor | None) -> Tensor:
         """Add the gradient of `loss` / (accumulation × world) to the flat sum of a part in place, and return the sum.
 
-        None stands for a part without micro-batches so far.
+        `part` is None before the first micro-batch of the part.
         """
         # The divisor is the same at every world size.
         loss = loss / self.micro_batches

@@ -45,7 +45,10 @@ def files_of(path: str) -> list[Path]:
 
 
 def digest_of(path: str, log: Callable[[str], None]) -> str:
-    """Return the digest of the weights at a path. Raises OSError, and DataError if they are missing or altered."""
+    """Return the digest of the weights at a path.
+
+    Raises DataError if the weights are missing or altered, or OSError if they cannot be read.
+    """
     if not is_foreign(path):
         return artifacts.check_weights(Path(path), log).sha256
     file, *configs = files_of(path)
@@ -64,7 +67,10 @@ def digest_of(path: str, log: Callable[[str], None]) -> str:
 
 
 def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
-    """Load the model at a path; `overrides` are options that the file does not determine. Raises DataError."""
+    """Load the model at a path; `overrides` are options that the file does not determine.
+
+    Raises DataError if the model cannot be loaded.
+    """
     try:
         return models.load(path, **overrides)
     except UNREADABLE as error:
@@ -101,9 +107,10 @@ def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
 
 
 def recorded_preprocessing(path: str, size: tuple[int, int] | None = None) -> models.Preprocessing | None:
-    """Return the preprocessing with which the weights were evaluated; None if unknown. Raises DataError.
+    """Return the preprocessing with which the weights were evaluated; None if unknown.
 
     `size` is the model's image size: if another library's file contains a different size, the preprocessing is scaled.
+    Raises DataError if the recorded preprocessing is invalid or not supported.
     """
     try:
         preprocessing = models.load_preprocessing(path)

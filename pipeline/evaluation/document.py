@@ -58,7 +58,10 @@ def result_of(
     train: "FeatureStore | None",
     leaked: Sequence[int] | None,
 ) -> Entry:
-    """Return the result of a protocol on a data set; `leaked` holds sample numbers, or is None without a leak check."""
+    """Return the result of a protocol on a data set.
+
+    `leaked` contains the numbers of leaked samples; None if leaks were not checked.
+    """
     everything = np.ones(len(test.rows), bool)
     values, classes = value_entries(outcome, protocol, test, everything)
     result: Entry = {
@@ -154,14 +157,14 @@ def value_entries(
 
 
 def right_of(entry: Entry) -> np.ndarray:
-    """Decode a value's entry into a boolean array (S, N): whether each sample is correct, one row per seed."""
+    """Decode a value's entry into a boolean array (S, N) of correctly classified samples, one row per seed."""
     draws = len(entry.get("seeds", [0]))
     bits = np.unpackbits(np.frombuffer(base64.b64decode(entry["right"]), np.uint8), count=draws * entry["samples"])
     return bits.reshape(draws, entry["samples"]).astype(bool)
 
 
 def share_entry(right: int, samples: int) -> Entry:
-    """Return an entry with the share of correct samples and its confidence interval."""
+    """Return an entry with the accuracy and its confidence interval."""
     share = right / max(samples, 1)
     low, high = intervals.wilson(share, samples)
     return {"value": share, "low": low, "high": high, "samples": samples}
@@ -173,7 +176,7 @@ def notes_of(result: Entry) -> list[str]:
 
 
 def metrics_with_seeds(result: Entry) -> dict[str, float]:
-    """Return a result's {"10shot-seed-0": 0.82, …, "10shot": mean over seeds}, as in big_vision's fewshot_lsr.py."""
+    """Return a result's metrics, {"10shot-seed-0": 0.82, …, "10shot": mean over seeds}, named as in big_vision."""
     metrics: dict[str, float] = {}
     for name, entry in result["values"].items():
         for seed, value in entry.get("seeds", {}).items():

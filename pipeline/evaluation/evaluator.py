@@ -77,7 +77,7 @@ class EvaluationGroup:
     def agree_to_continue(self, failure: Exception | None = None, *, is_working: bool = False) -> bool:
         """Exchange failures and stop requests; return whether any worker is still working (`is_working`).
 
-        On all workers, raises EvaluationFailed if any worker has failed, and EvaluationStopped if any has been asked to
+        On all workers, raises EvaluationFailed if any worker has failed, or EvaluationStopped if any has been asked to
         stop. The traceback of `failure` is written to the phase log.
         """
         if not dist.is_initialized():
@@ -108,7 +108,8 @@ class EvaluationGroup:
     def run_on_rank_0(self, work: Callable[[Beat], Result], phase: str) -> Result | None:
         """Run `work(beat)` on rank 0 and return its value there, and None on other ranks.
 
-        `work` must call `beat` regularly. Raises EvaluationFailed and EvaluationStopped on all workers.
+        `work` must call `beat` regularly. On all workers, raises EvaluationFailed if `work` raises, or
+        EvaluationStopped if a stop was requested.
         """
         if not dist.is_initialized():
             return work(lambda: self.phases.enter(phase, self.step))
@@ -179,8 +180,8 @@ class Evaluator:
     def evaluate(self, requests: Sequence[Request]) -> list[document.Entry]:
         """Collective: return each request's result (document.result_of) on rank 0, and an empty list elsewhere.
 
-        Raises EvaluationFailed, which names the data set or the protocol, and EvaluationStopped, both on all workers; a
-        process without a process group raises the original error.
+        On all workers, raises EvaluationFailed, which names the data set or the protocol, if an evaluation fails, or
+        EvaluationStopped if a stop was requested. A process without a process group raises the original error.
         """
         results: list[document.Entry] = []
         stores: dict[str, FeatureStore] = {}
@@ -323,7 +324,7 @@ class Evaluator:
 def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torch.device, beat: Beat) -> document.Entry:
     """Evaluate a request's protocol from the feature stores of its data sets, and return the result.
 
-    Raises DataError if no sample of a data set could be read or an output of the model is not finite, ConfigError if
+    Raises DataError if no sample of a data set could be read or an output of the model is not finite, or ConfigError if
     the protocol cannot be evaluated on these data sets.
     """
     test = stores[request.test]
@@ -333,7 +334,7 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
             continue
         readable = len(stores[path].rows)
         if readable == 0:
-            raise DataError(f"{path}: none of {stores[path].index.samples} samples could be read")
+            raise DataError(f"{path}: none of the {stores[path].index.samples} samples could be read")
         if stores[path].not_finite:
             raise DataError(
                 f"{path}: the model's outputs contain NaN or infinity for {stores[path].not_finite:,} of {readable:,} "
@@ -355,10 +356,10 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
 
 
 def examples_of(test: FeatureStore, most: int) -> list[document.Entry]:
-    """Return example samples with labels, prediction and confidence: the most confident mistakes, then correct samples.
+    """Return examples with labels, prediction and confidence: the most confident errors, then correct predictions.
 
-    At least a quarter of the examples are correct, if there are enough correct samples; these are spread over the data
-    set, the most confident first.
+    At least a quarter of the examples are classified correctly, if there are enough of them; these are spread over the
+    data set, the most confident first.
     """
     predicted = test.predictions[:, 0]
     confidences = test.all_confidences[test.is_there]
@@ -382,9 +383,9 @@ def examples_of(test: FeatureStore, most: int) -> list[document.Entry]:
 def class_counts(test: FeatureStore) -> list[list[int]]:
     """Return one row of counts per non-empty class.
 
-    A row holds the label, the number of samples, the number of correct samples, the most frequent wrong prediction and
-    its count. For a class without mistakes, the last two are −1 and 0. A sample with several labels counts in each of
-    these classes.
+    A row holds the label, the number of samples, the number of correctly classified samples, the most frequent wrong
+    prediction and its count. For a class without errors, the last two are −1 and 0. A sample with several labels counts
+    in each of these classes.
     """
     predicted = test.predictions[:, 0].astype(int)
     sample, column = np.nonzero(test.labels >= 0)

@@ -177,7 +177,7 @@ class LoopEvaluator(StageEvaluator):
         return True
 
     def report_cost(self, worker: Setup, step: int, seconds: float) -> None:
-        """Log the share of time spent on evaluations, once per attempt, after the first evaluation."""
+        """Log the fraction of time spent on evaluations, once per attempt, after the first evaluation."""
         if self.is_price_reported or step <= self.first_step:
             return
         self.is_price_reported = True
@@ -191,7 +191,7 @@ class LoopEvaluator(StageEvaluator):
         )
 
     def advice(self, share: float) -> str:
-        """Return a suggestion for the log line to evaluate on other workers; "" if that would save little time."""
+        """Return a suggestion to evaluate on other workers, for the log line; "" if that would save little time."""
         # If evaluated steps are saved for their values, training must wait for the values anyway.
         if self.cfg.saves_evaluated or share < WORTH_SPARING:
             return ""
@@ -232,7 +232,7 @@ class LoopEvaluator(StageEvaluator):
     def evaluate(self, worker: Setup, progress: Progress, remark: str = "") -> None:
         """Collective: evaluate the engine's weights on the recipe's evaluation sets, and report the values.
 
-        Raises EvaluationFailed and EvaluationStopped on all workers.
+        On all workers, raises EvaluationFailed if the evaluation fails, or EvaluationStopped if a stop was requested.
         """
         group = worker.group
         began = time.monotonic()

@@ -3,13 +3,14 @@
 An interval estimates the range of the accuracy over all test samples of this kind and over all possible draws: the
 shots of a few-shot probe, the seeds of repeated runs.
 
-    over_draws(right)                      (n,), (draws, n) or (runs, draws, n): which samples were right
+    over_draws(right)                      (n,), (draws, n) or (runs, draws, n): the correctly classified samples
     mean_over_classes(right, labels)       (n,) and (n, L): the labels of each sample, padded with −1
 
 1. Over draws: estimate the variance of the mean, and from it the effective number of samples: the number of independent
-   samples with this variance. Compute Wilson's interval (1927) for that number: it stays within 0 … 1, and has a
-   nonzero width even if all samples are right.
-2. Over classes: generalize Wilson's interval to shares of several classes, because a rare class can dominate the mean.
+   samples with this variance. Compute the Wilson score interval (1927) for that number: it stays within 0 … 1, and has
+   a nonzero width even if all samples are classified correctly.
+2. Over classes: generalise the Wilson score interval to the proportions of several classes, because a rare class can
+   dominate the mean.
 
 `python -m benchmarks.intervals` simulates how often the intervals contain the true value (docs/evaluation.md).
 """
@@ -25,7 +26,7 @@ HALVINGS = 35  # steps of a bisection
 
 
 def wilson(share: float, samples: float, quantile: float = Z) -> tuple[float, float]:
-    """Return Wilson's score interval (low, high) for a share measured on `samples` samples; (0, 1) without samples."""
+    """Return the Wilson score interval (low, high) of a proportion of `samples` samples; (0, 1) if there are none."""
     if samples == 0:
         return 0.0, 1.0
     middle = share + quantile**2 / (2 * samples)
@@ -78,10 +79,10 @@ def over_draws(right: np.ndarray) -> tuple[float, float]:
 def mean_over_classes(right: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
     """Return the interval of the mean per-class accuracy, for a fixed set of classes.
 
-    The interval contains the means θ that a score test does not reject, as Wilson's does for a single share:
+    The interval contains the means θ that a score test does not reject, as Wilson's does for a single proportion:
 
-    1. Each class has the share p that is most likely if the mean over classes is θ. To each class, one sample of the
-       mean share is added first: neither a class with one sample nor a perfect class counts as certain.
+    1. Each class has the proportion p that is most likely if the mean over classes is θ. First, one sample with the
+       mean proportion is added to each class: neither a class with one sample nor a perfect class counts as certain.
     2. The variance of the observed mean is then Σ p (1 − p) / n / classes². The divisor 1 − n / (n + 1)² would make it
        unbiased if all classes were equally hard. A class that dominates the variance needs no such correction, because
        θ determines its p: what counts is the part of the variance that the other classes contribute. Classes that are

@@ -1,4 +1,4 @@
-"""Computes the outcomes of evaluation protocols: the few-shot probe of frozen features, and the head's best classes.
+"""Computes the outcomes of evaluation protocols: the few-shot probe of frozen features, and the head's predictions.
 
 The few-shot probe fits a ridge regression to a few images per class, in closed form. It reads features block by block,
 so data sets can have any size, and returns for every test sample whether it was classified correctly:
@@ -149,8 +149,8 @@ def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
 def fit(x: Tensor, labels: Tensor, l2: float = L2) -> LinearMap:
     """Fit the linear map to features (N, D) and labels (N,), in float64.
 
-    The result differs from the original's float32 result by no more than the original's results on different platforms
-    differ from each other.
+    The difference from the original implementation's float32 result is no larger than the differences between that
+    implementation's results on different platforms.
     """
     x = x.double()
     mean = x.mean(0)
@@ -191,7 +191,7 @@ COMPUTE: dict[str, Callable[[Inputs, Any], Outcome]] = {
 
 
 def compute(inputs: Inputs, settings: Any) -> Outcome:
-    """Compute the outcome of the protocol `inputs.name`; raises MissingExtra if its extra is not in this checkout."""
+    """Compute the outcome of the protocol `inputs.name`. Raises MissingExtra if its extra is not in this checkout."""
     name = inputs.name
     if name not in COMPUTE:
         return load_optional(f"pipeline.extras.probes:{name}", f"the protocol {name}")(inputs, settings)

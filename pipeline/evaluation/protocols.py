@@ -1,7 +1,7 @@
 """Defines the evaluation protocols; each is a row of PROTOCOLS and a function in probes.py.
 
 Protocols of the head; a prediction is correct if it is any of the sample's labels:
-  top-1, top-5    the best class, or one of the five best classes, is correct
+  top-1, top-5    the highest-scoring class, or one of the five highest-scoring classes, is correct
   real            top-1 on the labels of Beyer et al. 2020 (ReaL), several per image; unlabelled images are excluded
   per-class       mean per-class accuracy, and the accuracy of each class by name
 Protocols of features, fitted on a training set and evaluated on the test set:
@@ -76,7 +76,7 @@ class LogisticConfig:
 
     def __post_init__(self) -> None:
         require(min(self.l2, default=-1.0) >= 0, f"logistic.l2 is {self.l2}, expected one or more penalties ≥ 0")
-        require(0 < self.held_out < 1, f"logistic.held_out is {self.held_out}, expected a share between 0 and 1")
+        require(0 < self.held_out < 1, f"logistic.held_out is {self.held_out}, expected a fraction between 0 and 1")
         at_least(self, 0, "seed", "logistic.")
         at_least(self, 1, "iterations", "logistic.")
 

@@ -51,7 +51,7 @@ class WorkerConfig:
 def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
     """Collective: evaluate the task's requests; rank 0 returns the results.
 
-    On all workers, raises EvaluationFailed if a worker cannot continue, and Preempted after a SIGTERM.
+    On all workers, raises EvaluationFailed if a worker cannot continue, or Preempted after a SIGTERM.
     """
     # Imported here, because the driver imports this module without deepspeed.
     from pipeline.process_group import check_start, fetch_init, join_group

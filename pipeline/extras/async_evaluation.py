@@ -50,14 +50,14 @@ class AsyncConfig(TrainConfig):
 
 
 def request(stage: Path, step: int) -> None:
-    """Request the asynchronous evaluation of a step. Raises OSError."""
+    """Request the asynchronous evaluation of a step. Raises OSError if the request cannot be written."""
     path = file_of(stage, step, REQUESTED)
     path.parent.mkdir(exist_ok=True)
     path.touch()
 
 
 def withdraw(stage: Path, step: int) -> None:
-    """Withdraw the request for a step. Raises OSError."""
+    """Withdraw the evaluation request for a step. Raises OSError if the request's file cannot be deleted."""
     file_of(stage, step, REQUESTED).unlink(missing_ok=True)
 
 
@@ -71,7 +71,7 @@ def recorded(stage: Path) -> set[int]:
 
 
 def put_record(stage: Path, step: int, record: EvaluationRecord) -> None:
-    """Write an evaluation's record for rank 0, and withdraw the evaluation's request. Raises OSError."""
+    """Write an evaluation's record for rank 0, and withdraw its request. Raises OSError if the storage fails."""
     path = file_of(stage, step, ".json")
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, json.dumps(record))
@@ -79,7 +79,7 @@ def put_record(stage: Path, step: int, record: EvaluationRecord) -> None:
 
 
 def skip(stage: Path, step: int, reason: str) -> None:
-    """Record that the evaluation of a step was skipped. Raises OSError."""
+    """Record that the evaluation of a step was skipped. Raises OSError if the record cannot be written."""
     put_record(stage, step, skipped_record(step, reason))
 
 

@@ -46,7 +46,7 @@ class AsyncEvaluator(LoopEvaluator):
         return self.cfg.evaluate_on == "spare" and self.job.storage.is_shared
 
     def advice(self, share: float) -> str:
-        """Return advice for the log line about evaluations that take this share of the training time."""
+        """Return advice for the log line about evaluations that take this fraction of the training time."""
         if self.cfg.evaluate_on == "spare":
             return "; evaluate_on=spare is set, but no spare worker was available"
         return super().advice(share)
@@ -140,7 +140,7 @@ def evaluate_commit(task: Mapping[str, Any]) -> AsyncOutcome:
     In:  {"config": …, "job": …, "checkpoint": "/runs/x/20-pretrain/checkpoints/step-0000001200", "folder": "…"}
     Out: {"values": {"accuracy": 0.81, "judged": 50000}, "node": "n7", "seconds": 74.1, "remarks": []}
 
-    All weights are verified by digest. Raises CheckpointError if the checkpoint has changed since its commit, and any
+    All weights are verified by digest. Raises CheckpointError if the checkpoint has changed since its commit, or any
     error from reading an evaluation set.
     """
     began = time.monotonic()

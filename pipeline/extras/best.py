@@ -62,8 +62,8 @@ class BestConfig(TrainConfig):
             return
         require(
             self.evaluate_every > 0,
-            f"keep_best is {self.keep_best}, but evaluate_every is 0: the only evaluation is at the end\n"
-            "  set evaluate_every, or keep_best=null",
+            f"keep_best is {self.keep_best}, but evaluate_every is 0, so the stage is evaluated only at the end\n"
+            "  set evaluate_every to a number of steps, or keep_best=null",
         )
         # `evaluate_on` is a key of the asynchronous evaluation extra, which may not be part of this config.
         evaluate_on = getattr(self, "evaluate_on", "training")
@@ -119,7 +119,10 @@ class KeepBest(Hook):
         )
 
     def choose(self) -> ExportChoice | None:
-        """Return the best step to export; None without `keep_best`. Raises CheckpointError if none is recorded."""
+        """Return the best step to export; None if `keep_best` is not set.
+
+        Raises CheckpointError if no evaluation of a committed step is recorded.
+        """
         metric = self.cfg.keep_best
         if metric is None:
             return None

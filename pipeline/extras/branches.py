@@ -32,7 +32,8 @@ class BranchConfig(TrainConfig):
         at_least(self, 1, "begin")
         require(
             self.begin is None or self.init is not None,
-            f"begin is {self.begin}, a step of the stage in init, but init is not set\n  set init, or begin=null",
+            f"begin is {self.begin}, which is a step of the stage in init, but init is not set\n"
+            "  set init, or begin=null",
         )
 
     @property

@@ -1,7 +1,7 @@
 """Hook that repeats randomly drawn parts of steps on another worker, and compares the results (`health.audit`).
 
 Exact mode only: there, a part of a step (pipeline/engine/exact.py) has the same bits on every worker. In a drawn step:
-1. Every worker notes checksums of one of its parts: each parameter's gradient, and the loss.
+1. Every worker records checksums of one of its parts: each parameter's gradient, and the loss.
 2. Every worker decodes another worker's part again, and repeats its forward and backward passes.
 3. During the update, every worker copies a slice of its master weights, moments and gradient, before and after. Another
    worker repeats the update of the slice.
@@ -58,7 +58,7 @@ class Draw:
 
 
 def draw(seed: int, step: int, share: float, world: int, parts: int) -> Draw | None:
-    """Draw each part of a step with the probability `share`; return None if no part is drawn.
+    """Draw the parts of a step to audit, each with the probability `share`; return None if no part is drawn.
 
     `parts` is the number of parts of each worker.
     """
@@ -88,7 +88,7 @@ class LiveAudit(Hook):
     Config = SpikeConfig
 
     def begin(self, worker: "Setup", progress: "Progress") -> None:
-        """Register with the optimizer, whose updates are compared."""
+        """Register callbacks that the engine calls after each part and the optimizer calls around each update."""
         self.worker = cast("Worker", worker)
         self.progress = progress  # counts the steps
         assert isinstance(worker.engine, ExactEngine), "SpikeConfig requires exact mode"
@@ -107,7 +107,10 @@ class LiveAudit(Hook):
     # -------------------------------------------------------------------- parts of steps
 
     def audit_part(self, number: int, part: Tensor) -> None:
-        """Collective: repeat a drawn part on another worker, and compare. Raises CorruptWorker."""
+        """Collective: if this part is drawn, repeat it on another worker, and compare the checksums.
+
+        Raises CorruptWorker if they differ.
+        """
         if number == 0:
             self.settle()
             step = self.progress.step
@@ -125,7 +128,7 @@ class LiveAudit(Hook):
         return torch.stack([checksum(span) for span in part.split(self.engine.spans)])
 
     def repeat(self, drawn: Draw, number: int, rank: int) -> Tensor:
-        """Collective: repeat part `number` of a worker from its shards on; return the checksums."""
+        """Collective: repeat part `number` of a worker, including reading and decoding; return its checksums."""
         worker = self.worker
         engine = self.engine
         part = None
@@ -140,7 +143,7 @@ class LiveAudit(Hook):
         return self.checksums(part)
 
     def batches(self, drawn: Draw, number: int, rank: int) -> Generator[Batch]:
-        """Decode the micro-batches of a worker's part again."""
+        """Read and decode the micro-batches of a worker's part again."""
         worker = self.worker
         data = worker.data
         length = self.engine.part_length
@@ -184,7 +187,7 @@ class LiveAudit(Hook):
                 self.updates.append(Update(flat, where, options, before))
 
     def after_update(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
-        """Copy the same slices after the update, and note the checksums of the whole state."""
+        """Copy the same slices after the update, and record checksums of the whole state."""
         for update in self.updates:
             if update.after:
                 continue
@@ -193,12 +196,15 @@ class LiveAudit(Hook):
             update.at_rest = [checksum(tensor) for tensor in tensors]
 
     def states(self, flat: Tensor) -> list[Tensor]:
-        """Return the optimizer's moments of a flat tensor."""
+        """Return the optimizer's moments for a flat tensor."""
         state = self.engine.state.optimizer.state[flat]
         return [state[name] for name in self.engine.state_names if name != AVERAGE]
 
     def settle(self) -> None:
-        """Collective: compare the updates of a drawn step with a repetition, and check that the state is unchanged."""
+        """Collective: compare a drawn step's updates with a repetition, and check that the state has not changed since.
+
+        Raises CorruptWorker if a worker's updates or state are wrong.
+        """
         if not self.updates:
             return
         updates = self.updates
@@ -227,7 +233,7 @@ class LiveAudit(Hook):
                 self.accuse(rank, f"the {changed[number]} changed in memory after the update")
 
     def repeated(self, updates: Sequence[Update], given: Tensor) -> list[Tensor]:
-        """Repeat updates from the values before them; return the master weights and moments after them."""
+        """Repeat updates, starting from the values before them; return the resulting master weights and moments."""
         optimizer = self.engine.state.optimizer
         state_names = [name for name in self.engine.state_names if name != AVERAGE]
         results = []
@@ -251,7 +257,7 @@ class LiveAudit(Hook):
         return results
 
     def parameter(self, update: Update) -> str:
-        """Return the parameters in an update's slice: the first, and the number of others."""
+        """Describe the parameters in an update's slice: the name of the first, and the number of others."""
         names = []
         for fragment in self.engine.fragments(("master",), held=True):
             view = fragment.tensors["master"]
@@ -266,7 +272,7 @@ class LiveAudit(Hook):
     # -------------------------------------------------------------------- the verdict
 
     def compare(self, own: Tensor, other: Tensor, repeat: Callable[[int], Tensor], names: Sequence[str]) -> None:
-        """Collective: compare every worker's result with its repetition. Raises CorruptWorker.
+        """Collective: compare every worker's result with its repetition. Raises CorruptWorker if any two differ.
 
         `own` is this worker's result, `other` its repetition of another worker's. `repeat(rank)` repeats a worker's
         computation once more. `names` are the names of the results' elements.
@@ -291,22 +297,23 @@ class LiveAudit(Hook):
             )
 
     def accuse(self, rank: int | None, text: str, pair: tuple[int, int] = (0, 0)) -> None:
-        """Collective: end the attempt with the error of the accused worker; of all workers if none is known."""
+        """Collective: raise CorruptWorker on the accused worker first, or on all workers if `rank` is None."""
         assert self.drawn is not None
         step = self.drawn.step + 1
         remedy = "  the run resumes from its last checkpoint; test the node's memory and device before using it again"
         if rank is None:
             raise CorruptWorker(
-                f"live audit of step {step}: worker {pair[0]} or worker {pair[1]} computes wrong results, and two "
-                f"workers cannot tell which: {text}\n  {remedy.strip()}"
+                f"live audit of step {step}: worker {pair[0]} or worker {pair[1]} computes wrong results; with only "
+                "two workers, "
+                f"the audit cannot tell which: {text}\n  {remedy.strip()}"
             )
         if rank != self.rank:
             # The attempt ends as soon as the accused worker has raised; its error must be the first.
             dist.barrier()
-        raise CorruptWorker(f"live audit of step {step}: worker {rank} is wrong: {text}\n{remedy}")
+        raise CorruptWorker(f"live audit of step {step}: worker {rank} computed wrong results: {text}\n{remedy}")
 
     def before_save(self, progress: "Progress") -> None:
-        """Collective: finish the audit of the last step, so that a checkpoint cannot contain what it finds."""
+        """Collective: finish the audit of the last step, so that no checkpoint contains values found to be wrong."""
         self.settle()
 
     def before_record(self, kind: str, values: dict[str, Any]) -> str:
@@ -329,7 +336,7 @@ def verdict(votes: Sequence[Tensor], rank: int, repeater: int) -> tuple[int | No
     """Return the worker whose result is wrong, and the right result.
 
     `votes` are the original result, its repetition by `repeater`, and one more repetition by each worker. More than
-    half of them must agree; otherwise, the worker is None, and the repetition stands for the right result.
+    half of them must agree; otherwise, the returned worker is None, and the returned result is the repetition.
     """
     keys = [vote.cpu().numpy().tobytes() for vote in votes]
     key, count = Counter(keys).most_common(1)[0]

@@ -68,7 +68,7 @@ class Law:
         return low, high_ends
 
     def record(self) -> dict[str, Any]:
-        """Convert the law to plain data; `law_of` is the inverse."""
+        """Convert the law to plain data; `law_of` is the inverse function."""
         values = asdict(self)
         for name, value in values.items():
             values[name] = np.asarray(value).tolist()
@@ -110,7 +110,7 @@ def values_of(parameters: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def project(exponents: np.ndarray, x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the parameters of the best law with the given exponents, and its residuals (n,) relative to `weights`."""
+    """Return the parameters of the best law with the given exponents, and its residuals (n,) divided by `weights`."""
     from scipy.optimize import nnls  # imported here because checking a recipe does not need it
 
     columns = np.column_stack([np.ones(len(x)), x**-exponents]) / weights[:, None]
@@ -138,11 +138,13 @@ def check_points(values: Sequence[Sequence[float]]) -> None:
     terms = len(values)
     n = len(values[0])
     if n < 2 + 2 * terms:
-        raise ValueError(f"{n} points, expected at least {2 + 2 * terms} for a law with {1 + 2 * terms} parameters")
+        raise ValueError(
+            f"found {n} points, expected at least {2 + 2 * terms} for a law with {1 + 2 * terms} parameters"
+        )
     for column in values:
         distinct = len(set(column))
         if distinct < VALUES:
-            raise ValueError(f"a variable of the law has {distinct} values, expected at least {VALUES}")
+            raise ValueError(f"a variable of the law has {distinct} distinct values, expected at least {VALUES}")
 
 
 def fit(x: np.ndarray, y: np.ndarray, draws: int = DRAWS) -> Law:
@@ -153,9 +155,9 @@ def fit(x: np.ndarray, y: np.ndarray, draws: int = DRAWS) -> Law:
     n, k = x.shape
     check_points(x.T.tolist())
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        raise ValueError("a value is infinite or not a number")
+        raise ValueError("a value is infinite or NaN, expected finite numbers")
     if not (x > 0).all() or not (y > 0).all():
-        raise ValueError("a value is 0 or less, but a power law needs positive values")
+        raise ValueError("a value is 0 or less, expected positive values for a power law")
     scale = np.exp(np.log(x).mean(0))
     scaled = x / scale
     # The noise is relative to the true value, so the law itself is a better weight than the noisy value.
@@ -185,7 +187,7 @@ class Grid:
     """
 
     def __init__(self, x: np.ndarray, weights: np.ndarray, axes: Sequence[np.ndarray]) -> None:
-        """Prepare the columns for points x (n, k) and exponents exp(axes), divided by `weights` (n,)."""
+        """Compute the columns for points x (n, k) and exponents exp(axes); `weights` (n,) divide the rows."""
         self.axes = axes
         self.shape = tuple(map(len, axes))
         self.columns = [1 / weights[None]]  # each (g, n)
@@ -284,7 +286,10 @@ class ValueTests:
     """Tests for all quantities of a study; random numbers are fixed, so a study always has the same intervals."""
 
     def __init__(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray, draws: int) -> None:
-        """Prepare the tests for y (n,) at x (n, k), divided by the scale; residuals are relative to `weights` (n,)."""
+        """Build grids of exponents around the best law for y (n,) at x (n, k), already divided by the law's scale.
+
+        The residuals of a law are divided by `weights` (n,).
+        """
         from scipy.stats import f as f_distribution  # imported here because checking a recipe does not need it
 
         n, k = x.shape

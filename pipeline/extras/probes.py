@@ -155,7 +155,8 @@ def logistic(inputs: Inputs, settings: LogisticConfig) -> Outcome:
         count = max(1, round(settings.held_out * len(train.rows)))
         require(
             count < len(train.rows),
-            f"logistic.held_out {settings.held_out} leaves none of the {len(train.rows)} training samples for fitting",
+            f"logistic.held_out {settings.held_out} leaves none of the {len(train.rows)} training samples for "
+            "fitting; use a smaller fraction",
         )
         held_out = train.rows[np.sort(order[:count])]
         fitted_rows = train.rows[np.sort(order[count:])]

@@ -18,7 +18,10 @@ REMOVED_KEYS = ("activation_gb",)  # removed keys, null in almost all old record
 
 
 def recorded_config(record: Mapping[str, Any]) -> TrainConfig:
-    """Build the config from a record's "config" and, if present, the hooks in its "hooks". Raises ConfigError."""
+    """Build the config from a record's "config" and, if present, the hooks in its "hooks".
+
+    Raises ConfigError if a value is invalid or a hook is unknown.
+    """
     values = {}
     for name, value in record["config"].items():
         if value is not None or name not in REMOVED_KEYS:

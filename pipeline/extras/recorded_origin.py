@@ -30,7 +30,7 @@ def recorded_loss(path: str) -> str | None:
 
 
 def recorded_form(path: str) -> dict[str, Any] | None:
-    """Return the architecture from which weights were imported, as another library names it; None if not imported.
+    """Return the name, in another library, of the architecture of imported weights; None for all other weights.
 
     It is the result of `form_of` in models/extras/weights/formats.py, recorded by the import from which the weights'
     first stage started. Raises DataError for an altered record.
@@ -46,7 +46,7 @@ def recorded_form(path: str) -> dict[str, Any] | None:
 
 
 def recorded(path: str, name: str, read: Callable[[str], Any]) -> Any:
-    """Return a recorded value for weights, or for another project's weights the value from `read`; None if unknown."""
+    """Return the recorded value for our weights, or the value from `read` for another project's; None if unknown."""
     sha256: str | None = None  # digest of the weights that the previous stage started from
     while True:
         folder = Path(path)

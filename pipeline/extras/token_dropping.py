@@ -1,6 +1,6 @@
 """Reduce training FLOPs with token dropping, and with smaller images at the beginning of training.
 
-1. `phases` splits the steps of a stage at each change of the image size or of the share of dropped patches.
+1. `phases` splits the steps of a stage at each change of the image size or of the fraction of dropped patches.
 2. The loader makes images of the phase's size, and the loss passes the kept patches to the model.
 3. `kept_patches` draws the kept patches of each image from the seed, the step and the sample's id.
 
@@ -54,19 +54,21 @@ class TokenDroppingConfig:
         )
         require(
             0 < self.patch_dropout_until <= 1,
-            f"thinning.patch_dropout_until is {self.patch_dropout_until}, expected a share of the steps, up to 1",
+            f"thinning.patch_dropout_until is {self.patch_dropout_until}, expected a fraction of the steps, greater "
+            "than 0 and at most 1",
         )
         require(
             len(self.image_sizes) == len(self.image_sizes_until),
             f"thinning has {len(self.image_sizes)} image_sizes and {len(self.image_sizes_until)} image_sizes_until\n"
-            "  expected one share of the steps per size, such as image_sizes=[128,160] image_sizes_until=[0.4,0.7]",
+            "  expected one fraction of the steps for each size, such as image_sizes=[128,160] "
+            "image_sizes_until=[0.4,0.7]",
         )
         for size in self.image_sizes:
             require(size >= 1, f"thinning.image_sizes contains {size}, expected a number of pixels ≥ 1")
         shares = (0.0, *self.image_sizes_until)
         require(
             all(before < after < 1 for before, after in pairwise(shares)),
-            f"thinning.image_sizes_until is {list(self.image_sizes_until)}, expected increasing shares of the steps "
+            f"thinning.image_sizes_until is {list(self.image_sizes_until)}, expected increasing fractions of the steps "
             "below 1\n  the remaining steps use model.image_size",
         )
 
@@ -136,18 +138,19 @@ def check_token_dropping(cfg: TokenDroppingConfig, model: ModelConfig, objective
         return
     require(
         objective == "classification" and model.family == "vit",
-        f"{key} supports only classification with plain ViTs and hybrids; found family {model.family}, "
+        f"{key} supports only classification with plain or hybrid ViTs; found family {model.family}, "
         f"objective {objective}\n  remove {key}",
     )
     assert isinstance(model, models.ViTConfig)
     require(
         model.positions != "relative",
-        f"{key}: relative positions need a fixed grid with all patches present\n"
+        f"{key} is not supported with relative positions, which need a fixed grid with all patches\n"
         f"  use another model.positions, or remove {key}",
     )
     require(
         not cfg.patch_dropout or model.positions_at == "stem",
-        f"{key}.patch_dropout: with positions_at={model.positions_at}, every layer adds positions to all patches\n"
+        f"{key}.patch_dropout is not supported with positions_at={model.positions_at}, because every layer adds its "
+        "positions to all patches\n"
         f"  use model.positions_at=stem, or remove {key}.patch_dropout",
     )
     stride = max(model.stride)

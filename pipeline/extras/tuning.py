@@ -152,7 +152,9 @@ def read_json(path: str, where: str) -> Mapping[str, Any]:
     def reject_repeated_keys(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
         section: dict[str, Any] = {}
         for key, value in pairs:
-            require(key not in section, f"{where}: {key} appears twice\n  expected each key once; remove one")
+            require(
+                key not in section, f"{where}: {key} appears twice\n  expected each key once; remove one of the two"
+            )
             section[key] = value
         return section
 
@@ -160,10 +162,13 @@ def read_json(path: str, where: str) -> Mapping[str, Any]:
         text = Path(path).read_text()
         content = json.loads(text, object_pairs_hook=reject_repeated_keys)
     except OSError as error:
-        raise ConfigError(f"{where}: {error.strerror}\n  expected a JSON file, or deepspeed=null for none") from None
+        raise ConfigError(f"{where}: {error.strerror}\n  expected the path of a JSON file, or deepspeed=null") from None
     except ValueError as error:
         raise ConfigError(f"{where} is not valid JSON: {error}") from None
-    require(isinstance(content, dict), f"{where} is not a mapping\n  expected {{}} or keys such as zero_optimization")
+    require(
+        isinstance(content, dict),
+        f"{where} does not contain a mapping\n  expected {{}}, or a mapping with keys such as zero_optimization",
+    )
     return content
 
 
@@ -172,7 +177,7 @@ def merge_zero(ours: Mapping[str, Any], section: object, zero: int, where: str) 
     name = "zero_optimization"
     require(
         isinstance(section, Mapping),
-        f"{where}: {name} is {section!r}\n  expected a mapping; or remove this entry",
+        f"{where}: {name} is {section!r}\n  replace this entry by a mapping, or remove it",
     )
     assert isinstance(section, Mapping)
     merged = dict(ours)
@@ -185,7 +190,8 @@ def merge_zero(ours: Mapping[str, Any], section: object, zero: int, where: str) 
         readers = " or ".join(str(stage) for stage in stages)
         require(
             zero in stages,
-            f"{where}: {name}.{key} has no effect at zero={zero}\n  it needs zero={readers}; remove it",
+            f"{where}: {name}.{key} has no effect at zero={zero}\n"
+            f"  remove this key, or set zero={readers} in the recipe",
         )
         merged[key] = value
     return merged
@@ -210,12 +216,12 @@ def changes_nothing(key: str, value: object, ours: Mapping[str, Any]) -> bool:
 
 
 def refuse(key: str, value: object, ours: Mapping[str, Any], where: str, section: str = "") -> None:
-    """Raise ConfigError for a key that must not be set, naming the setting to use instead or the most similar key."""
+    """Raise ConfigError for a key that must not be set; the error names a replacement or the most similar key."""
     path = f"{section}.{key}" if section else key
     if key in ours:
         raise ConfigError(
             f"{where}: {path} is {value!r} in your file, but {ours[key]!r} in the recipe\n"
-            f"  remove one of them: {INSTEAD.get(path, NOT_SUPPORTED)}"
+            f"  remove one of the two: {INSTEAD.get(path, NOT_SUPPORTED)}"
         )
     if path in INSTEAD:
         raise ConfigError(f"{where}: {path} is not allowed\n  {INSTEAD[path]}")
@@ -231,4 +237,4 @@ def refuse(key: str, value: object, ours: Mapping[str, Any], where: str, section
         raise ConfigError(f"{where}: unknown key {path}{nearest}\n  rename or remove it")
     # Listing all known names would hide the few allowed ones.
     allowed = "only zero_optimization, with any of the keys " + ", ".join(TUNING)
-    raise ConfigError(f"{where}: {path} is not allowed\n  expected {allowed}; remove it")
+    raise ConfigError(f"{where}: {path} is not allowed\n  remove it; expected {allowed}")

@@ -330,7 +330,7 @@ class MetricsRecord(dict[str, Any]):
         self.path = path
 
     def __missing__(self, name: str) -> Any:
-        raise altered(self, f"a record without {name!r}")
+        raise altered(self, f"a record has no {name!r}")
 
 
 def altered(record: Record, problem: str) -> DataError:
@@ -494,7 +494,7 @@ def scores_of(record: Record) -> dict[str, float]:
 
 
 def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:
-    """Iterate over the records in lines of metrics.jsonl, without digests; skip incomplete and damaged lines."""
+    """Iterate over the records in lines of metrics.jsonl, removing their digests; skip incomplete and damaged lines."""
     for line_with_break in lines:
         line = line_with_break.rstrip(b"\r\n")
         seal = SEAL.fullmatch(line[-SEAL_BYTES:])
@@ -518,7 +518,7 @@ def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:
 class Account:
     """How the time of a stage was spent, in seconds, from the first attempt's claim to the last record.
 
-    `ratio` is `compute` as a share of the time during which a command ran the stage.
+    `ratio` is `compute` as a fraction of the time during which a command ran the stage.
     """
 
     start: float = 0.0  # from the claim of the first attempt to its first step
@@ -541,7 +541,7 @@ class Account:
         return self.compute / self.wall if self.wall else 0.0
 
     def line(self) -> str:
-        """Return "training steps: 91.2% of 4h10m; overhead: start-up 3.1%, …" with the largest share first."""
+        """Return "training steps: 91.2% of 4h10m; overhead: start-up 3.1%, …" with the largest overhead first."""
         seconds = asdict(self)
         shares = []
         for name in reversed(sorted(seconds, key=seconds.__getitem__)):  # ties: later fields first
@@ -626,7 +626,7 @@ def account(records: Sequence[Record]) -> Account:
                 total.compute += kept_share * working_s
                 seconds += report["seconds"]
             except (TypeError, ArithmeticError):
-                raise altered(report, "a value of the wrong type") from None
+                raise altered(report, "a value has the wrong type") from None
         total.other += max(0.0, end - first_step_at - seconds)
         previous_end = end
     return total

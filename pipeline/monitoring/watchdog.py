@@ -294,7 +294,7 @@ class Watch:
         excess_s = (seconds[slowest] - usual_s) * turns
         if seconds[slowest] < SLOW_FACTOR * usual_s or excess_s < SLOW_EXCESS * elapsed_s:
             return None
-        factor = seconds[slowest] / max(usual_s, 1e-3)
+        factor = seconds[slowest] / max(usual_s, 1e-6)
         return Slow(
             slowest,
             f"reading and the forward pass take it {factor:.1f} times as long as the others "

@@ -75,10 +75,10 @@ class Soak:
         while not claim():
             code = self.cluster.driver.poll() if self.cluster.driver is not None else None
             if code is not None or time.monotonic() > deadline:
-                raise TimeoutError(f"waited in vain; the driver's unit: {code}\n{self.said()[-4000:]}")
+                raise TimeoutError(f"waited in vain; the driver's unit: {code}\n{self.output()[-4000:]}")
             time.sleep(POLL_S)
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Return what the driver and its supervisor have printed."""
         return (self.cluster.network.shared / f"{self.cluster.names[0]}-patchline-driver.log").read_text()
 
@@ -173,10 +173,10 @@ def main() -> int:
     with SupervisedHosts(shared, NAMES, unit_recipe) as cluster:
         soak = Soak(cluster, run, random.Random(words.seed))
         code = suffer(soak, words.minutes * 60)
-    restarts = soak.said().count("started again")
+    restarts = soak.output().count("started again")
     print(f"cluster-soak: the driver's unit was started again {restarts} times; no command was typed")
     if code != ExitCode.PREEMPTED:
-        print(f"cluster-soak: the run ended with {code}\n{soak.said()[-4000:]}")
+        print(f"cluster-soak: the run ended with {code}\n{soak.output()[-4000:]}")
         return ExitCode.INTERNAL
     is_good = adds_up(run) and (words.without_twin or is_same(shared, recipe, run))
     return ExitCode.DONE if is_good else ExitCode.INTERNAL

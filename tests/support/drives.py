@@ -2,7 +2,7 @@
 
     process = start(run, "pretrain.log_every=1", patch="slowly")      # `python -m jobs run` in a separate process
     at_step(run, process, 6, process.kill)
-    assert finish(run) == 0, said(run)
+    assert finish(run) == 0, output_of(run)
     assert_same(run, twin)                                            # bit for bit the undisturbed run
 
 This is a separate module because processes import it by name. Drivers are children of a forkserver that has already
@@ -169,7 +169,7 @@ def forget(run: Path) -> None:
         shutil.rmtree(folder)
 
 
-def said(run: Path) -> str:
+def output_of(run: Path) -> str:
     """Return the output of all drivers of the run."""
     log = run.parent / "driver.log"
     return log.read_text() if log.exists() else ""

@@ -1,5 +1,6 @@
 """Worker functions of the engine check's tests: the check with correct and with deliberately wrong DeepSpeeds."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -70,6 +71,25 @@ def begin_twice(task: dict[str, Any]) -> dict[str, Any]:
         counts.append(len(records))
     dist.destroy_process_group()
     return {"counts": counts, "error": error, "code": code, "passed": [record["passed"] for record in records]}
+
+
+def bytes_after_checks(task: dict[str, Any]) -> list[int]:
+    """Return the bytes of all tensors that are reachable after a check at each ZeRO stage, without a collection."""
+    device = join_group(60.0)
+    model = models.config_of("mu/8", 16, 10)
+    gc.collect()
+    gc.disable()
+    sizes = []
+    for zero in range(4):
+        assert hook.check(config_of({"zero": zero}), model, device) == []
+        storages: dict[int, int] = {}
+        for value in gc.get_objects():
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+        sizes.append(sum(storages.values()))
+    dist.destroy_process_group()
+    return sizes
 
 
 def check_sums(task: dict[str, Any]) -> list[list[str]]:

@@ -85,7 +85,7 @@ def hit(shim: Any, run: Path, how: int, at: int, error: int) -> dict[str, Any]:
         child(shim, run, how, at, error, write)
     os.close(write)
     with os.fdopen(read) as pipe:
-        said = [json.loads(line) for line in pipe]
+        reports = [json.loads(line) for line in pipe]
     killed = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
     complaints: list[str] = []
     found = start_from(run / "stage" / "checkpoints", 99, complaints.append)
@@ -93,7 +93,7 @@ def hit(shim: Any, run: Path, how: int, at: int, error: int) -> dict[str, Any]:
         "how": how,
         "error": error,
         "at": at,
-        "said": said,
+        "reports": reports,
         "killed": killed,
         "loads": found and found.manifest.step,
         "complaints": complaints,
@@ -110,7 +110,7 @@ def runs(shim: Any, base: Path, folder: Path) -> Iterator[dict[str, Any]]:
             outcome = hit(shim, run, how, at, error)
             shutil.rmtree(run)
             yield outcome
-            if dict(outcome["said"]).get("calls", at) < at:
+            if dict(outcome["reports"]).get("calls", at) < at:
                 break
 
 

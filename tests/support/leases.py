@@ -15,16 +15,16 @@ from tests.support.drives import fork_process
 PERIOD_S = 0.25  # interval between renewals in these tests
 
 
-def hold(run: Path, machine: str, said: Path) -> None:
+def hold(run: Path, machine: str, held: Path) -> None:
     """Hold a run's lease until this process ends, pretending to run on `machine` ("": this one)."""
     ownership.PERIOD_S = PERIOD_S
-    signal.signal(signal.SIGTERM, lambda number, frame: said.with_name("asked").touch())
+    signal.signal(signal.SIGTERM, lambda number, frame: held.with_name("stop").touch())
     lease = Lease(Folder(run), print)
     if machine:
         lease.record["machine"] = machine
     with lease:
-        said.touch()
-        while not said.with_name("asked").exists():
+        held.touch()
+        while not held.with_name("stop").exists():
             time.sleep(0.02)
 
 
@@ -34,11 +34,11 @@ def holders(folder: Path) -> Iterator[Callable[[str], Any]]:
     started = []
 
     def start(machine: str = "") -> Any:
-        said = folder / f"held-{len(started)}"
-        process = fork_process(hold, folder / "run", machine, said)
+        held = folder / f"held-{len(started)}"
+        process = fork_process(hold, folder / "run", machine, held)
         process.start()
         started.append(process)
-        while not said.exists():
+        while not held.exists():
             time.sleep(0.01)
         return process
 

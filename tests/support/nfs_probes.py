@@ -46,8 +46,8 @@ def main(me: str, folder: Path) -> None:
     meet(folder, me, "names")
     won = sum(create_exclusively(folder / f"name-{number}", f"{me} {number}") for number in range(NAMES))
     meet(folder, me, "named")
-    kept = sum((folder / f"name-{number}").read_text() == f"{me} {number}" for number in range(NAMES))
-    print(f"{me}: created {won} of {NAMES} names, {kept} hold its content", flush=True)
+    intact = sum((folder / f"name-{number}").read_text() == f"{me} {number}" for number in range(NAMES))
+    print(f"{me}: created {won} of {NAMES} names, {intact} hold its content", flush=True)
 
     # 2. A file that both append to.
     meet(folder, me, "appends")

@@ -65,7 +65,7 @@ def start(task: dict[str, Any]) -> dict[str, Any]:
     folder = Path(task["attempt_folder"])
     phases = Phases(folder, dist.get_rank(), 60)
     phases.enter("join", 0)
-    said: list[str] = []
+    lines: list[str] = []
     dist.barrier()
     began = time.monotonic()
     process_group.check_start(
@@ -76,12 +76,12 @@ def start(task: dict[str, Any]) -> dict[str, Any]:
         claimed=task["claimed"],
         device=device,
         is_shared=True,
-        log=said.append,
+        log=lines.append,
     )
     seconds = time.monotonic() - began
     phases.close()
     dist.destroy_process_group()
-    return {"said": said, "seconds": seconds}
+    return {"log": lines, "seconds": seconds}
 
 
 def choose_backend(task: dict[str, Any]) -> list[str]:

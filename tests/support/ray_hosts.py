@@ -196,7 +196,7 @@ class Driver:
             self.process = cluster.head.start(command, log, RAY_ADDRESS=cluster.address, OMP_NUM_THREADS="1")
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text()
 
     def wait(self, timeout_s: float) -> int:
@@ -204,7 +204,7 @@ class Driver:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the driver had not ended after {timeout_s:.0f} s:\n{self.said}") from None
+            raise TimeoutError(f"the driver had not ended after {timeout_s:.0f} s:\n{self.output}") from None
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM to the command on its host; the process here has only entered the host for it."""
@@ -216,9 +216,9 @@ class Driver:
         began = time.monotonic()
         while not claim():
             if time.monotonic() - began > timeout_s:
-                raise TimeoutError(f"waited {timeout_s:.0f} s in vain:\n{self.said}")
+                raise TimeoutError(f"waited {timeout_s:.0f} s in vain:\n{self.output}")
             if self.process.poll() is not None:
-                raise TimeoutError(f"the driver ended with {self.process.poll()} meanwhile:\n{self.said}")
+                raise TimeoutError(f"the driver ended with {self.process.poll()} meanwhile:\n{self.output}")
             time.sleep(POLL_S)
         return time.monotonic() - began
 

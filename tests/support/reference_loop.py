@@ -198,12 +198,12 @@ def central_crop(images: np.ndarray, size: int) -> np.ndarray:
 def outputs_of(network: nn.Module, weights: dict[str, Tensor], images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return features (N, D) and logits (N, C) of images, without dropout, in the weights' dtype."""
     kind = next(iter(weights.values())).dtype
-    judge = deepcopy(network).to(kind).eval()
+    evaluated = deepcopy(network).to(kind).eval()
     with torch.no_grad():
-        for name, parameter in judge.named_parameters():
+        for name, parameter in evaluated.named_parameters():
             parameter.copy_(weights[name])
-        features = judge.features(pixels_of(images, kind))
-        return features.numpy(), judge.head(features).numpy()
+        features = evaluated.features(pixels_of(images, kind))
+        return features.numpy(), evaluated.head(features).numpy()
 
 
 def share_right(scores: np.ndarray, labels: np.ndarray) -> float:

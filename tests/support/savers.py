@@ -86,10 +86,10 @@ def start_from(folder: Path, attempt: int, say: Callable[[str], None]) -> Chosen
 
 def pick(folder: Path, attempt: int = 2) -> tuple[int, list[str]]:
     """Return the step that a start would load, and its log lines."""
-    said: list[str] = []
-    found = start_from(folder, attempt, said.append)
+    lines: list[str] = []
+    found = start_from(folder, attempt, lines.append)
     assert found is not None
-    return found.manifest.step, said
+    return found.manifest.step, lines
 
 
 def reseal(step: Path, **changes: object) -> None:
@@ -176,7 +176,7 @@ class WorkerGroup:
             all_gather_object=self.gather,
             broadcast_object_list=self.tell,
         )
-        self.told: list[list[str]] = []  # the folder's content when the other workers received a decision
+        self.listings: list[list[str]] = []  # the folder's content when the other workers received a decision
 
     def checkpoints_anew(self) -> StageCheckpoints:
         """Return the same checkpoints as a new start sees them."""
@@ -187,7 +187,7 @@ class WorkerGroup:
         return self.run / self.checkpoints.staged_name(manifest(step, self.attempt, self.world))
 
     def tell(self, values: list[Any], src: int) -> None:
-        self.told.append(sorted(path.name for path in self.folder.iterdir()))
+        self.listings.append(sorted(path.name for path in self.folder.iterdir()))
 
     def gather(self, results: list[WrittenFile], mine: WrittenFile) -> None:
         results[:] = [saver.result for saver in self.savers]
@@ -341,13 +341,13 @@ def load_damaged(task: dict[str, Any]) -> list[dict[str, Any]]:
         if rank == 1 and not file:
             os.preadv = read_wrong  # type: ignore[assignment]
         made = engine(zero)
-        said: list[str] = []
+        lines: list[str] = []
         outcome: dict[str, Any] = {"step": 0, "wrong": 0, "error": ""}
         try:
             checkpoints = checkpoints_in(folder)
-            chosen = restore.choose_together(checkpoints, 2, said.append)
+            chosen = restore.choose_together(checkpoints, 2, lines.append)
             assert chosen is not None
-            chosen = restore.load_together(made.load, checkpoints, chosen, 2, said.append)
+            chosen = restore.load_together(made.load, checkpoints, chosen, 2, lines.append)
             outcome["step"] = chosen.manifest.step
             for f in made.fragments():
                 for kind, view in f.tensors.items():
@@ -357,7 +357,7 @@ def load_damaged(task: dict[str, Any]) -> list[dict[str, Any]]:
             outcome["error"] = str(error)
         os.preadv = preadv
         made.close()
-        outcomes.append({**outcome, "said": said, "left": sorted(path.name for path in folder.iterdir())})
+        outcomes.append({**outcome, "log": lines, "left": sorted(path.name for path in folder.iterdir())})
     everybody: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everybody, outcomes)
     return everybody

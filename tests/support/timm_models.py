@@ -147,13 +147,13 @@ def compare(architecture: str, seed: int = 0, small: bool = False) -> Outcome:
     sides = tuple(full.pretrained_cfg["input_size"][1:])
     tokens = math.prod(full.patch_embed.grid_size)
     arguments: dict[str, Any] = {"depth": DEPTH if tokens * full.embed_dim <= MANY_CHANNELS else 1}
-    told = {}
+    model_args = {}
     if small:
         sides = (sides[0] // full.patch_embed.grid_size[0] * 4, sides[1] // full.patch_embed.grid_size[1] * 4)
-        told = {"num_heads": 4, "img_size": sides}
-        arguments = {"depth": DEPTH, "embed_dim": 96, **told}
+        model_args = {"num_heads": 4, "img_size": sides}
+        arguments = {"depth": DEPTH, "embed_dim": 96, **model_args}
     theirs = random_module(architecture, seed, **arguments)
-    described = {**description(theirs), "model_args": told}
+    described = {**description(theirs), "model_args": model_args}
     state, config = weights_timm.load(theirs.state_dict(), described, {})
     check_config(theirs, config)
     ours = module(state, config)

@@ -56,11 +56,11 @@ def frees_at_once() -> bool:
 
 def has_compiler(config: dict[str, Any]) -> str:
     """Return whether torch's compiler was already imported, and malloc's behavior in a separate thread."""
-    said: list[Any] = []
-    thread = threading.Thread(target=lambda: said.extend([keep_freed_memory(), frees_at_once()]))
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.extend([keep_freed_memory(), frees_at_once()]))
     thread.start()
     thread.join()
-    return f"{'torch._dynamo' in sys.modules} {said}"
+    return f"{'torch._dynamo' in sys.modules} {results}"
 
 
 def add_ranks(config: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def add_ranks(config: dict[str, Any]) -> dict[str, Any]:
     total = torch.tensor([float(rank())])
     dist.all_reduce(total)
     dist.destroy_process_group()
-    told = {name: os.environ[name] for name in NAMES}
+    environment = {name: os.environ[name] for name in NAMES}
     return {
         "sum": total.item(),
         "given": config["x"],
@@ -79,10 +79,10 @@ def add_ranks(config: dict[str, Any]) -> dict[str, Any]:
         "malloc": keep_freed_memory(),
         "frees_at_once": frees_at_once(),
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES"),
-    } | told
+    } | environment
 
 
-def commit_until_told(config: dict[str, Any]) -> dict[str, Any]:
+def commit_until_stopped(config: dict[str, Any]) -> dict[str, Any]:
     """Commit steps on rank 0 until told to stop or finish; raise if there are more workers than configured."""
     world = int(os.environ["WORLD_SIZE"])
     if world > config["most"]:

@@ -22,7 +22,7 @@ SCRATCH = Path("/nowhere")  # unused: these tests store only small files
 FLAKY = [500, 503, 429, "deaf", "stall"]
 
 
-def test_what_is_put_is_what_another_client_reads(run, bucket, tmp_path) -> None:
+def test_another_client_reads_the_uploaded_bytes(run, bucket, tmp_path) -> None:
     content = random.Random(0).randbytes(100_000)
     (tmp_path / "file").write_bytes(content)
     folder = Bucket(run, SCRATCH)
@@ -41,7 +41,7 @@ def test_what_is_put_is_what_another_client_reads(run, bucket, tmp_path) -> None
     assert objects(bucket, run) == {"a.json": b"[]"}
 
 
-def test_of_twenty_who_create_a_name_one_has_created_it(run, bucket) -> None:
+def test_only_one_of_twenty_writers_creates_a_name(run, bucket) -> None:
     def create(number: int) -> bool:
         return Bucket(run, SCRATCH).create_once("attempts/000001.json", f"{number}".encode())
 
@@ -51,14 +51,14 @@ def test_of_twenty_who_create_a_name_one_has_created_it(run, bucket) -> None:
     assert objects(bucket, run)["attempts/000001.json"] == str(answers.index(True)).encode()
 
 
-def test_who_created_a_name_knows_it_though_the_answer_was_lost(run, proxy) -> None:
+def test_creator_of_a_name_is_recognised_after_a_lost_response(run, proxy) -> None:
     faults = iter(["deaf"])
     proxy.fault_of_any = lambda method, path: next(faults, None) if method == "PUT" else None
     assert Bucket(run, SCRATCH).create_once("name", b"mine")
     assert not Bucket(run, SCRATCH).create_once("name", b"another's")
 
 
-def test_a_refusal_that_does_not_name_its_condition_is_one(run, proxy) -> None:
+def test_refusal_without_a_named_condition_counts_as_an_existing_name(run, proxy) -> None:
     """MinIO responds this way; the proxy's 412 has no content at all."""
     assert Bucket(run, SCRATCH).create_once("name", b"mine")
     asked = []
@@ -75,7 +75,7 @@ def test_a_refusal_that_does_not_name_its_condition_is_one(run, proxy) -> None:
     assert Bucket(run, SCRATCH).create_once("name", b"mine")
 
 
-def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket, tmp_path, monkeypatch) -> None:
+def test_store_that_fails_often_only_delays_the_run(run, proxy, bucket, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(bucket_module, "PIECE", 10_000)
     monkeypatch.setattr(bucket_module, "ATTEMPTS", 30)
     monkeypatch.setattr(bucket_module, "TIMEOUT_S", 0.5)
@@ -99,7 +99,7 @@ def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (503, r"no response after 3 attempts, last error \w+; run again"),
+        (503, r"no response after 3 attempts, the last error was \w+; run the same"),
         (403, "denied after 3 attempts: HTTP 403; check the credentials in the environment"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_store_that_never_answers_is_named_without_secrets(code, message, run,
     assert "very-secret" not in str(error.value)
 
 
-def test_each_request_of_a_listing_is_retried_alone(run, proxy, bucket, monkeypatch) -> None:
+def test_each_request_of_a_listing_is_retried_separately(run, proxy, bucket, monkeypatch) -> None:
     """Every other request fails: retrying all requests of a listing together would never succeed."""
     prefix = run.removeprefix(f"s3://{BUCKET}/")
     monkeypatch.setattr(bucket_module, "PAGE_OBJECTS", 10)
@@ -205,7 +205,7 @@ def test_renewed_credentials_are_used_by_the_next_attempt(source, run, proxy, tm
     assert denied == ["old"] * 3
 
 
-def test_patience_that_is_taken_back_ends_a_request_that_is_under_way(run, proxy) -> None:
+def test_lowered_number_of_attempts_ends_a_pending_request(run, proxy) -> None:
     folder = Bucket(run, SCRATCH, 1000)
     asked: list[str] = []
 
@@ -220,7 +220,7 @@ def test_patience_that_is_taken_back_ends_a_request_that_is_under_way(run, proxy
         folder.put("a.json", b"{}")
 
 
-def test_a_forked_process_has_a_client_of_its_own(run) -> None:
+def test_forked_process_has_a_separate_client(run) -> None:
     Bucket(run, SCRATCH).put("name", b"content")
     child = os.fork()
     if child == 0:
@@ -229,7 +229,7 @@ def test_a_forked_process_has_a_client_of_its_own(run) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
-def test_the_other_stores_clients_do_what_a_run_asks_of_them(scheme, proxy, tmp_path) -> None:
+def test_clients_of_other_stores_support_all_operations_of_a_run(scheme, proxy, tmp_path) -> None:
     """A store that would let two owners commit is refused: Google's emulator ignores conditions."""
     urls.forget_credentials()
     with store(scheme, {}):
@@ -257,7 +257,7 @@ def test_the_other_stores_clients_do_what_a_run_asks_of_them(scheme, proxy, tmp_
     "url", ["s3://", "s3://bucket", "s3://bucket/", "s3://bucket/a/../b", "s3://key:secret@bucket/a"]
 )
 def test_a_url_that_names_no_folder_in_a_bucket_is_refused(url) -> None:
-    with pytest.raises(ConfigError, match="expected only a bucket and a folder in it") as error:
+    with pytest.raises(ConfigError, match="expected a bucket and a folder in it, without") as error:
         check_store_url(url)
     assert "secret" not in str(error.value)
 

@@ -60,11 +60,11 @@ def test_digest_that_could_be_a_path_is_refused(digest):
     ("text", "shown"),
     [("cat", "cat"), ("\x1b[2J", "\\x1b[2J"), ("a\nb", "a\\nb"), ("\u202ecod", "\\u202ecod"), ("größe", "größe")],
 )
-def test_what_a_terminal_would_obey_is_written_as_an_escape(text, shown):
+def test_terminal_control_characters_are_escaped(text, shown):
     assert printable(text) == shown
 
 
-def test_lines_stay_lines():
+def test_line_breaks_are_kept():
     assert printable_lines("a\x07\nb") == "a\\x07\nb"
 
 
@@ -74,13 +74,13 @@ def test_the_first_of_many_are_named_and_the_rest_is_counted():
 
 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, True])
-def test_no_such_value_counts_as_a_number_of_at_least_0(value):
+def test_at_least_0_rejects_negative_non_finite_and_boolean_values(value):
     with pytest.raises(ConfigError, match=f"^data.workers is {value}, expected 0 or more$"):
         at_least(SimpleNamespace(workers=value), 0, "workers", "data.")
 
 
 @pytest.mark.parametrize("value", [0, 1, 2.5, None])
-def test_the_least_value_itself_and_none_pass(value):
+def test_lowest_allowed_value_and_none_pass(value):
     at_least(SimpleNamespace(workers=value), 0, "workers")
 
 

@@ -41,7 +41,7 @@ def test_every_exception_has_a_code(error, code):
     assert exit_code(error) == code
 
 
-def test_an_error_that_ends_no_process_still_gives_a_code_if_one_ends_by_it():
+def test_internal_error_has_an_exit_code_if_it_ends_a_process():
     assert RolledBack.exit_code is None
     assert exit_code(RolledBack("x")) == 70
 

@@ -32,7 +32,7 @@ from tests.support import hosts
 pytestmark = pytest.mark.quick
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path) -> None:
+def test_file_appears_completely_or_not_at_all(tmp_path) -> None:
     path = tmp_path / "file.json"
     files.write_atomically(path, "old")
     with pytest.raises(RuntimeError), files.atomic_file(path) as temporary:
@@ -119,7 +119,7 @@ def test_a_small_file_keeps_room_for_what_is_written_on_a_full_disk(tmp_path, mo
 
 @pytest.mark.parametrize("offset", [0, 8], ids=["aligned", "not-aligned"])
 @pytest.mark.parametrize("beyond", [-1, 0, 1, 4096, 12_345])
-def test_a_large_file_is_written_whole_however_it_lies_in_memory(beyond, offset, tmp_path, monkeypatch) -> None:
+def test_large_file_is_written_completely_for_any_alignment_in_memory(beyond, offset, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(files, "LARGE", 1 << 16)
     monkeypatch.setattr(files, "AT_ONCE", 1 << 14)
     size = (1 << 16) + beyond
@@ -132,7 +132,7 @@ def test_a_large_file_is_written_whole_however_it_lies_in_memory(beyond, offset,
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EFAULT, errno.ENOSPC])
 @pytest.mark.parametrize("at", [0, 2])
-def test_a_disk_that_cannot_be_written_directly_is_written_as_any_and_a_full_one_is_named(
+def test_failed_direct_writes_fall_back_to_normal_ones_and_a_full_disk_is_named(
     code, at, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(files, "LARGE", 1 << 16)
@@ -181,7 +181,7 @@ def refusing(call, code: int, refused):
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
-def test_a_file_system_that_cannot_sync_folders_still_takes_files(code, tmp_path, monkeypatch) -> None:
+def test_files_can_be_written_without_support_for_folder_sync(code, tmp_path, monkeypatch) -> None:
     def is_folder(handle: int) -> bool:
         return stat.S_ISDIR(os.fstat(handle).st_mode)
 
@@ -203,7 +203,7 @@ def test_a_disk_that_cannot_sync_a_file_is_an_error(tmp_path, monkeypatch) -> No
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_storage_without_locks_is_named_with_its_path_and_what_to_do(code, tmp_path, monkeypatch) -> None:
+def test_error_for_storage_without_locks_has_its_path_and_a_remedy(code, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(fcntl.flock, code, lambda *_: True))
     no_locks = r"the file system of .* has no locks \(flock\)"
     with pytest.raises(StorageError, match=no_locks) as refusal, files.locked(tmp_path / "lock"):
@@ -213,7 +213,7 @@ def test_storage_without_locks_is_named_with_its_path_and_what_to_do(code, tmp_p
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
-def test_storage_without_hard_links_is_named_with_its_path_and_what_to_do(code, tmp_path, monkeypatch) -> None:
+def test_error_for_storage_without_hard_links_has_its_path_and_a_remedy(code, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "link", refusing(os.link, code, lambda *_: True))
     with pytest.raises(StorageError, match="has no hard links") as refusal:
         claim_attempt(Folder(tmp_path))
@@ -221,7 +221,7 @@ def test_storage_without_hard_links_is_named_with_its_path_and_what_to_do(code, 
     assert "run=/elsewhere" in str(refusal.value)
 
 
-def test_what_nfs_did_and_then_refused_because_the_answer_was_lost_is_done(tmp_path, monkeypatch) -> None:
+def test_link_or_rename_repeated_by_nfs_after_a_lost_response_succeeds(tmp_path, monkeypatch) -> None:
     """The kernel reports a request executed twice by the server as EEXIST for a link and ENOENT for a rename."""
     link, rename = os.link, os.rename
 
@@ -336,7 +336,7 @@ def test_a_new_process_finds_the_repository_first_and_keeps_the_folders_of_its_p
     assert files.import_path() == root
 
 
-def test_nobody_replaces_the_import_path_of_a_new_process() -> None:
+def test_no_module_replaces_the_import_path_of_a_new_process() -> None:
     """A machine may have its packages in a folder that is only in PYTHONPATH."""
     root = Path(__file__).parents[2]
     replaced = '"PYTHONPATH": ' + "str("
@@ -415,7 +415,10 @@ def test_planted_link_in_a_folder_of_all_users_is_refused(tmp_path) -> None:
     (shared / "planted").symlink_to(tmp_path)
     for name in ("own", "missing"):
         files.refuse_planted(shared / name, "choose another")
-    with pytest.raises(StorageError, match=r"planted: found a link(?s:.*)\n  choose another$"):
+    with pytest.raises(
+        StorageError,
+        match=r"planted: this is a link or belongs to another user(?s:.*)\n  expected a folder of this user",
+    ):
         files.refuse_planted(shared / "planted", "choose another")
     # The user's own link in a private folder is intended.
     shared.chmod(0o755)
@@ -427,7 +430,7 @@ def test_planted_folder_of_another_user_is_refused(tmp_path) -> None:
     tmp_path.chmod(0o1777)
     (tmp_path / "run").mkdir()
     os.chown(tmp_path / "run", 65534, 65534)
-    with pytest.raises(StorageError, match="another user's folder"):
+    with pytest.raises(StorageError, match="belongs to another user"):
         files.refuse_planted(tmp_path / "run", "choose another")
 
 

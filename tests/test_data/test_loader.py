@@ -285,7 +285,7 @@ def test_evaluation_gives_the_same_batches_with_threads_and_masks_what_is_bad(tm
     assert (batches[0].labels[7] == -1).all()
 
 
-def test_the_float_squash_stays_float(index):
+def test_float_resize_returns_float_pixels(index):
     batch = next(iter(EvaluationSet(index, "decode|resize_float(48)", batch_size=4)))
     assert batch.images.dtype == torch.float32
     assert batch.images.shape == (4, 3, 48, 48)
@@ -365,7 +365,7 @@ def test_a_batch_is_not_overwritten_while_a_part_of_it_is_held_and_others_are_no
     assert is_shared(held.data_ptr())
 
 
-def test_the_training_loop_is_lent_all_its_batches(index, order, tmp_path):
+def test_training_loop_reads_all_batches_from_shared_memory(index, order, tmp_path):
     # Waiting for the first batch must not hold it: one of its process's two buffers would never be free again.
     loader = TrainLoader(index, order, processes=1, image_size=32, seed=5, slots=range(24), micro_batch=24)
     stop = StopRequest(tmp_path / "stop", reads_file=True)

@@ -129,7 +129,7 @@ def test_a_replacement_is_the_next_sample_of_the_lane_and_another_one():
     assert order.replacement(2, 0, 1)[1:] == tuple(column[1] for column in order.batch(2))[1:]
 
 
-def test_numbers_that_give_no_order_are_refused():
+def test_arguments_that_define_no_order_are_refused():
     for options, message in (
         ({"lanes": 0}, "lanes 0"),
         ({"batch_size": 0}, "batch_size 0"),
@@ -193,7 +193,7 @@ def test_any_mixture_has_exact_shares_and_every_sample_once_in_each_set_s_epoch(
         mixture = Mixture(sizes, groups=groups, weights=weights, seed=0, batch_size=batch)
     except ValueError as error:
         assert min(weights) / sum(weights) * batch < 1
-        assert "no sample in a batch" in str(error)
+        assert "gets no samples in a batch" in str(error)
         return
     exact = np.array(weights) / sum(weights) * batch
     assert sum(mixture.shares) == batch
@@ -211,13 +211,13 @@ def test_any_mixture_has_exact_shares_and_every_sample_once_in_each_set_s_epoch(
 
 
 def test_a_set_too_light_for_the_batch_is_refused():
-    with pytest.raises(ValueError, match="give one set no sample"):
+    with pytest.raises(ValueError, match="one data set gets no samples"):
         Mixture([5, 5], groups=[1, 1], weights=[100, 1], seed=0, batch_size=8)
 
 
 @pytest.mark.parametrize(("groups", "weights"), [([1], [1]), ([1, 1], [1]), ([1, 1], [1, 0])])
 def test_groups_that_leave_out_a_shard_or_a_weight_are_refused(groups, weights):
-    with pytest.raises(ValueError, match="must cover 2 shards, each with a positive weight"):
+    with pytest.raises(ValueError, match="must cover 2 shards, and each group needs a positive weight"):
         Mixture([5, 5], groups=groups, weights=weights, seed=0, batch_size=8)
 
 

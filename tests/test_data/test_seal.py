@@ -22,7 +22,7 @@ def test_a_record_is_json_whose_last_entry_is_the_digest_of_the_text_before(line
 
 
 @pytest.mark.parametrize("lines", [True, False])
-def test_one_flipped_bit_anywhere_and_every_cut_is_noticed(lines):
+def test_any_flipped_bit_and_any_truncation_is_detected(lines):
     text = seal(ENTRIES, lines=lines).encode()
     for place in range(len(text)):
         flipped = text[:place] + bytes([text[place] ^ 1 << place % 8]) + text[place + 1 :]
@@ -32,7 +32,7 @@ def test_one_flipped_bit_anywhere_and_every_cut_is_noticed(lines):
             unseal(text[:place])
 
 
-def test_a_cache_entry_that_differs_is_not_given_back(tmp_path):
+def test_altered_cache_entry_is_not_returned(tmp_path):
     path = tmp_path / "entry"
     assert read_entry(path) is None
     write_entry(path, b"pixels")
@@ -41,7 +41,7 @@ def test_a_cache_entry_that_differs_is_not_given_back(tmp_path):
     assert read_entry(path) is None
 
 
-def test_a_journal_keeps_what_was_finished_before_a_torn_line(tmp_path):
+def test_journal_keeps_the_records_before_a_truncated_line(tmp_path):
     path = tmp_path / "work.partial"
     with Journal(path, ["setting", 1]) as journal:
         journal.add("a.tar", [1, 2])

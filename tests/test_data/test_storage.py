@@ -92,7 +92,7 @@ def key(step: int, file: str, attempt: int = 1) -> str:
     return f"{STAGE}/checkpoints/step-{step:010d}-{attempt:06d}/{file}"
 
 
-def test_what_was_saved_on_one_machine_is_loaded_on_another(group, run, bucket, tmp_path, monkeypatch) -> None:
+def test_checkpoint_saved_on_one_machine_loads_on_another(group, run, bucket, tmp_path, monkeypatch) -> None:
     assert committed_steps(run) == [20, 10]
     assert not list(group.folder.iterdir()), "what is in the store is not kept here"
     chosen, said = start(run, tmp_path / "other", monkeypatch)
@@ -109,7 +109,7 @@ def test_a_frozen_owner_that_wakes_up_commits_nothing(group, run, tmp_path, monk
     assert committed_steps(run) == [20, 10]
 
 
-def test_a_frozen_owner_that_wakes_up_puts_no_metrics(group, run, tmp_path, monkeypatch) -> None:
+def test_frozen_owner_that_wakes_up_uploads_no_metrics(group, run, tmp_path, monkeypatch) -> None:
     group.checkpoints.sends_metrics = True
     (tmp_path / "run" / STAGE / "metrics.jsonl").write_text("of the first owner\n")
     assert group.save(30)
@@ -120,7 +120,7 @@ def test_a_frozen_owner_that_wakes_up_puts_no_metrics(group, run, tmp_path, monk
     assert Bucket(run, SCRATCH).read(f"{STAGE}/metrics.jsonl") == b"of the second owner\n"
 
 
-def test_an_owner_frozen_between_its_last_look_and_the_commit_commits_nothing(
+def test_owner_frozen_between_its_last_check_and_the_commit_commits_nothing(
     group, run, bucket, tmp_path, monkeypatch
 ) -> None:
     """At the last moment before the commit, all files are uploaded and checked, and there is no newer claim."""
@@ -171,7 +171,7 @@ def test_a_torn_upload_is_never_committed(group, run, proxy, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("file", ["rank-00001.safetensors", "MANIFEST.json"])
-def test_of_a_flipped_bit_the_one_before_is_loaded(file, group, run, bucket, tmp_path, monkeypatch) -> None:
+def test_flipped_bit_makes_the_previous_checkpoint_load(file, group, run, bucket, tmp_path, monkeypatch) -> None:
     content = bytearray(objects(bucket, run)[key(20, file)])
     bit = random.Random(file).randrange(len(content) * 8)
     content[bit // 8] ^= 1 << bit % 8
@@ -190,7 +190,7 @@ def test_of_a_flipped_bit_the_one_before_is_loaded(file, group, run, bucket, tmp
     assert said == []
 
 
-def test_a_missing_and_a_cut_file_make_the_one_before_be_loaded(group, run, bucket, tmp_path, monkeypatch) -> None:
+def test_missing_or_truncated_file_falls_back_to_the_previous_save(group, run, bucket, tmp_path, monkeypatch) -> None:
     prefix = run.removeprefix(f"s3://{BUCKET}/")
     assert group.save(30)
     assert group.save(40)
@@ -202,7 +202,7 @@ def test_a_missing_and_a_cut_file_make_the_one_before_be_loaded(group, run, buck
     assert "missing ['rank-00000.safetensors']" in said[1]
 
 
-def test_a_transfer_that_flips_a_bit_is_made_again_and_blames_no_checkpoint(group, run, tmp_path, monkeypatch) -> None:
+def test_transfer_that_flips_a_bit_is_repeated_and_nothing_set_aside(group, run, tmp_path, monkeypatch) -> None:
     read = Bucket.read_range
     flips = [1]
 
@@ -230,7 +230,7 @@ def test_a_node_with_a_bad_disk_is_named_and_nothing_is_refused(group, run, buck
     monkeypatch.setattr(restore, "dist", two_nodes)
     monkeypatch.setattr(restore.socket, "gethostname", lambda: "bad-node")
     monkeypatch.setattr(StageCheckpoints, "fetch", keep_badly)
-    with pytest.raises(CheckpointError, match="bad-node cannot store an intact copy of step-0000000020-000001"):
+    with pytest.raises(CheckpointError, match="bad-node failed to store an intact copy of step-0000000020-000001"):
         choose_together(StageCheckpoints(Bucket(run, tmp_path / "other"), STAGE), 1, print)
     assert key(20, REFUSED) not in objects(bucket, run)
 
@@ -354,7 +354,7 @@ def test_a_commit_whose_answers_are_lost_outlives_a_save_of_the_same_step(
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 30)
 
 
-def test_old_checkpoints_are_deleted_and_what_died_is_swept(run, bucket, tmp_path, monkeypatch) -> None:
+def test_old_checkpoints_are_deleted_and_an_interrupted_save_is_swept(run, bucket, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     claim_attempt(Bucket(run, SCRATCH))
     made = savers.WorkerGroup(tmp_path / "run", remote=run, keep=2)
@@ -370,7 +370,7 @@ def test_old_checkpoints_are_deleted_and_what_died_is_swept(run, bucket, tmp_pat
     assert objects(bucket, run).keys() == {"attempts/000001.json", "attempts/000002.json", *kept, *markers}
 
 
-def test_of_old_checkpoints_the_milestones_stay_and_two_at_least_are_kept(group, run, tmp_path) -> None:
+def test_pruning_keeps_milestones_and_at_least_two_checkpoints(group, run, tmp_path) -> None:
     assert group.save(30)
     assert group.save(40)
     assert group.save(50)
@@ -466,7 +466,7 @@ def test_small_files_go_from_machine_to_machine_and_scratch_stays(run, machines,
     assert objects(bucket, run)["log.txt"] == b"the last line\nand one more\n"
 
 
-def test_what_was_not_put_before_a_kill_is_still_there_in_the_same_folder(run, machines) -> None:
+def test_files_not_uploaded_before_a_kill_remain_in_the_same_folder(run, machines) -> None:
     killed = left_elsewhere(run, machines[0])
     sync.Sync(killed.storage, killed, print).note()
     (machines[0] / "log.txt").write_text("never put\n")
@@ -545,12 +545,12 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
     Bucket(run, SCRATCH).put("stage/weights.safetensors", b"baad weights")
     fetch_weights()
     (other / "weights.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"weights\.safetensors has changed: two downloads"):
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors has changed: its sha256 differs"):
         fetch_weights()
     assert list(other.iterdir()) == [], "a bad copy would be put by the driver"
 
 
-def test_the_record_of_a_finished_stage_is_put_after_its_files_and_none_after_a_new_owner_has_come(
+def test_record_of_a_finished_stage_is_uploaded_after_its_files_and_not_after_a_takeover(
     run, machines, bucket, monkeypatch
 ) -> None:
     monkeypatch.setattr(ownership, "PERIOD_S", 1000.0)  # the thread does nothing meanwhile
@@ -628,7 +628,7 @@ def test_commands_that_read_folders_name_what_to_type(run, capsys) -> None:
     assert f"no run at {run}" in capsys.readouterr().err
 
 
-def test_a_run_in_a_store_packs_nothing(run, tmp_path, capsys) -> None:
+def test_pack_stage_of_a_run_in_an_object_store_is_refused(run, tmp_path, capsys) -> None:
     assert main(["plan", "digits", f"run={run}", f"cluster.scratch={tmp_path}"]) == 78
     said = capsys.readouterr().err
     assert f"shards is a pack stage, but run is {run}" in said

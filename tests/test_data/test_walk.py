@@ -47,7 +47,7 @@ def test_a_link_to_a_folder_above_it_is_counted_and_not_followed(tmp_path: Path,
     assert skipped == {LOOP: 1}
 
 
-def test_two_links_that_lead_into_each_other_end(tmp_path: Path) -> None:
+def test_walk_through_two_mutual_links_ends(tmp_path: Path) -> None:
     root = tmp_path / "set"
     tree(root, "a/1.jpg", "b/2.jpg")
     (root / "a/to_b").symlink_to("../b")

@@ -41,7 +41,7 @@ def written_by_webdataset(folder: Path, count: int = 23, suffix: str = "tar") ->
     return samples
 
 
-def test_what_shard_writer_writes_is_indexed_and_read_sample_by_sample(tmp_path):
+def test_shards_of_webdatasets_writer_are_indexed_and_read_sample_by_sample(tmp_path):
     samples = written_by_webdataset(tmp_path / "theirs")
     index = build_index(tmp_path / "theirs", name="theirs")
     assert index.shard_samples.tolist() == [7, 7, 7, 2]
@@ -54,7 +54,7 @@ def test_what_shard_writer_writes_is_indexed_and_read_sample_by_sample(tmp_path)
     assert read == [(sample["key"], sample["image"], str(sample["label"]).encode()) for sample in samples]
 
 
-def test_what_shard_writer_writes_is_trained_on_each_sample_once_an_epoch(tmp_path):
+def test_shards_of_webdatasets_writer_train_each_sample_once_per_epoch(tmp_path):
     samples = written_by_webdataset(tmp_path / "theirs", count=24)
     index = build_index(tmp_path / "theirs", name="theirs")
     order = Order(index.shard_samples, seed=3, batch_size=8)
@@ -87,7 +87,7 @@ def test_compressed_shards_of_shard_writer_are_repacked(tmp_path):
     assert read == [(sample["image"], str(sample["label"]).encode()) for sample in samples]
 
 
-def test_what_is_packed_here_is_read_by_webdataset_in_the_same_order(tmp_path):
+def test_webdataset_reads_packed_samples_in_the_same_order(tmp_path):
     samples = [
         *(sample for sample in digits(True) if sample.labels[0] < 2),
         Sample(f"deep/{'long' * 30}", noise(7, ".png"), (4, 2), "png"),

@@ -18,8 +18,8 @@ def test_one_number_is_a_pair_of_equal_python_integers(value, expected):
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, "3", True, [1, 2, 3], [], None])
-def test_what_is_no_pair_of_positive_integers_is_refused(value):
-    with pytest.raises(ValueError, match=r"^patch must be one positive whole number or two, found "):
+def test_anything_but_one_or_two_positive_integers_is_refused(value):
+    with pytest.raises(ValueError, match=r"^patch must be one or two positive integers, found "):
         pair("patch", value)
 
 
@@ -29,7 +29,7 @@ def test_a_truth_value_is_no_integer(value, least, expected):
 
 
 @pytest.mark.parametrize(("value", "nearest"), [(100, "96 or 108"), (7, "12"), (13, "12 or 24")])
-def test_the_nearest_multiples_are_named_and_zero_is_none(value, nearest):
+def test_error_names_the_nearest_multiples_except_zero(value, nearest):
     with pytest.raises(ValueError, match=f"^width {value} is not a multiple of 12 heads; nearest: {nearest}$"):
         multiple("width", value, 12, "12 heads")
     multiple("width", 12 * value, 12, "12 heads")
@@ -41,5 +41,5 @@ def test_a_slip_gets_the_nearest_name_and_another_word_gets_all():
     assert did_you_mean("qqq", names) == "; known: masked, sigmoid, softmax"
 
 
-def test_names_that_differ_in_capitals_alone_are_both_suggested():
+def test_names_that_differ_only_in_case_are_both_suggested():
     assert did_you_mean("g", ["g", "G", "So400m"]) == "; did you mean 'G' or 'g'?"

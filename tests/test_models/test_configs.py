@@ -47,7 +47,7 @@ def test_a_config_survives_json(name):
         ({"depth": 0}, "depth must be a whole number of at least 1, found 0"),
     ],
 )
-def test_a_config_that_no_model_can_have_is_refused(fields, message):
+def test_impossible_model_config_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         ViTConfig(**fields)
 

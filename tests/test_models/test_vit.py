@@ -89,7 +89,7 @@ def test_every_kind_of_position_trains_at_every_place(kind, at, class_slot, pool
 
 @pytest.mark.parametrize("kind", ["learned", "learned2d", "sincos2d", "relative"])
 @pytest.mark.parametrize("at", ["stem", "every", "shared"])
-def test_without_positions_alone_the_order_of_patches_does_not_matter(kind, at):
+def test_order_of_patches_matters_unless_positions_are_none(kind, at):
     def moved(positions: str) -> float:
         torch.manual_seed(0)
         options = {"positions": positions, "positions_at": at, "pool": "gap", "position_std": 1.0}
@@ -120,7 +120,7 @@ def test_logits_are_the_head_of_the_features():
 
 
 @pytest.mark.parametrize("options", [{}, {"positions": "relative", "registers": 1}, DINOV3, EVA02])
-def test_tokens_that_are_not_read_need_no_computing(options):
+def test_unread_tokens_are_not_computed(options):
     model = with_live_head(models.build("mu/8", **SMALL, **options)).train()
     results = []
     for skip in (True, False):
@@ -143,7 +143,7 @@ def test_the_same_seed_draws_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def test_weight_decay_is_for_kernels_alone():
+def test_only_kernels_have_weight_decay():
     model = models.build("R26+mu/32", 64, 5, pool="map", representation=8, registers=1)
     decayed = models.decayed_parameters(model)
     assert decayed < {name for name, _ in model.named_parameters()}
@@ -285,39 +285,39 @@ def test_autocast_runs_every_family(name):
         ("B/16", {"dropout": 1.0}, r"dropout must be in \[0, 1\), found 1.0"),
         ("B/16", {"drop_out": 0.1}, "no field 'drop_out'; did you mean 'dropout'"),
         ("B/16", {"classes": -1}, "classes must be a whole number of at least 0"),
-        ("B/16", {"image_size": "224"}, "image_size must be one positive whole number or two, found '224'"),
+        ("B/16", {"image_size": "224"}, "image_size must be one or two positive integers, found '224'"),
         ("B/16", {"depth": True}, "depth must be a whole number of at least 1, found True"),
-        ("B/16", {"image_size": True}, "image_size must be one positive whole number or two, found True"),
-        ("R50+B/16", {"stem": (3, True, 9)}, "stem must name at least one unit for each stage"),
-        ("BiT-R50x1", {"units": (3, True)}, "units must name at least one unit for each stage"),
-        ("B/16", {"norm_eps": -1e-6}, "norm_eps must be a number of 0 or more, found -1e-06"),
-        ("B/16", {"position_std": float("nan")}, "position_std must be a number of 0 or more, found nan"),
-        ("G-Opt/14", {}, r"no size 'G-Opt'; did you mean 'G-opt' or 'g-opt'\?"),
-        ("B/0", {}, "patch must be one positive whole number or two, found 0"),
+        ("B/16", {"image_size": True}, "image_size must be one or two positive integers, found True"),
+        ("R50+B/16", {"stem": (3, True, 9)}, "stem must have at least one unit in each stage"),
+        ("BiT-R50x1", {"units": (3, True)}, "units must have at least one unit in each stage"),
+        ("B/16", {"norm_eps": -1e-6}, "norm_eps must be a finite number of at least 0, found -1e-06"),
+        ("B/16", {"position_std": float("nan")}, "position_std must be a finite number of at least 0, found nan"),
+        ("G-Opt/14", {}, r"unknown size 'G-Opt'; did you mean 'G-opt' or 'g-opt'\?"),
+        ("B/0", {}, "patch must be one or two positive integers, found 0"),
         ("BiT-R50x0", {}, "width must be a whole number of at least 1, found 0"),
-        ("b/16", {}, r"no size 'b'; did you mean 'B'\?"),
-        ("X/16", {}, "no size 'X'"),
+        ("b/16", {}, r"unknown size 'b'; did you mean 'B'\?"),
+        ("X/16", {}, "unknown size 'X'"),
         ("B16", {}, "B16 is not a model name; did you mean B/16"),
-        ("R51+B/16", {}, r"no such stem; known: R50\+B/16"),
-        ("BiT-R51x1", {}, "known: BiT-R50"),
+        ("R51+B/16", {}, r"unknown stem or stride; expected one of R50\+B/16"),
+        ("BiT-R51x1", {}, "no ResNet with 51 layers; expected one of BiT-R50"),
         ("Axial-B/32", {"pool": "token"}, "no prefix tokens"),
-        ("Axial-B/32", {"rope": "dinov3"}, "rotary positions need a sequence"),
-        ("Masked-B/16", {"last_norm": "pooled"}, "a masked model does not pool: set last_norm=tokens"),
-        ("B/16", {"rope": "dinov3", "rope_grid": (16, 16)}, "rope_grid requires a rope with coordinates in patches"),
+        ("Axial-B/32", {"rope": "dinov3"}, "expected rope=none .*, found rope=dinov3"),
+        ("Masked-B/16", {"last_norm": "pooled"}, "does not pool its tokens; expected last_norm=tokens"),
+        ("B/16", {"rope": "dinov3", "rope_grid": (16, 16)}, "rope_grid requires a rope whose coordinates are"),
         ("B/16", {"rope": "eva02", "heads": 128}, "channels of a head 6 is not a multiple of 4"),
         ("B/16", {"map_heads": 8}, "map_heads and map_mlp require pool=map, found pool=token"),
-        ("B/16", {"pool_prefix": True}, "pool_prefix requires mean or MAP pooling"),
-        ("B/16", {"activation": "swiglu", "pool": "map"}, "the MAP head has no SwiGLU"),
+        ("B/16", {"pool_prefix": True}, "pool_prefix requires pool=gap or map"),
+        ("B/16", {"activation": "swiglu", "pool": "map"}, "the MAP head does not support activation=swiglu"),
         ("B/16", {"pre_norm": 1}, "pre_norm must be true or false, found 1"),
     ],
 )
-def test_a_bad_value_is_refused_with_the_way_out(name, options, message):
+def test_bad_value_is_refused_with_a_remedy(name, options, message):
     with pytest.raises(ValueError, match=message):
         models.config_of(name, **options)
 
 
 def test_images_of_another_size_are_refused():
-    with pytest.raises(ValueError, match=r"takes \(batch, 3, 16, 24\)"):
+    with pytest.raises(ValueError, match=r"expected \(batch, 3, 16, 24\)"):
         models.build("mu/8", **SMALL)(torch.zeros(1, 3, 24, 16))
 
 

@@ -36,7 +36,7 @@ def test_a_table_of_any_shape_resizes_and_its_prefix_stays():
     assert single.eq(single[:, :1]).all()
     assert torch.equal(models.resize_positions(single, [3, 2], (3, 2), 0), single)
     assert models.resize_positions(torch.randn(9, 4), 3, 2, prefix_tokens=0).shape == (4, 4)  # squares
-    with pytest.raises(ValueError, match="new_grid must be one positive whole number or two"):
+    with pytest.raises(ValueError, match="new_grid must be one or two positive integers"):
         models.resize_positions(table, (2, 3), (0, 5), prefix_tokens=2)
     with pytest.raises(ValueError, match="8 entries; grid 2x4 with 1 prefix tokens needs 9"):
         models.resize_positions(table, (2, 4), (5, 1), prefix_tokens=1)
@@ -106,7 +106,7 @@ def test_the_report_names_every_parameter_and_prints():
     assert report.drift[1] > report.drift[0]  # interpolation makes neighbours alike
 
 
-def test_the_same_classes_keep_the_head_unless_a_new_one_is_asked_for():
+def test_equal_classes_keep_the_head_unless_a_new_one_is_requested():
     source = models.build("mu/4", 16, 5)
     torch.nn.init.ones_(source.head.weight)
     target = models.config_of("mu/4", 24, 5)
@@ -117,7 +117,7 @@ def test_the_same_classes_keep_the_head_unless_a_new_one_is_asked_for():
     assert {name for name, *_ in report.dropped} == {"head.weight", "head.bias"}
 
 
-def test_pooling_changes_and_the_class_token_goes():
+def test_mean_pooling_drops_the_class_token_and_its_position():
     source = models.build("mu/4", 16, 5)
     state, report = models.transfer(source.state_dict(), source.config, models.config_of("mu/4", 16, 5, pool="gap"))
     assert ("prefix.cls", (1, 1, 32), None) in report.dropped
@@ -128,7 +128,7 @@ def test_pooling_changes_and_the_class_token_goes():
 
 
 @pytest.mark.parametrize("registers", [0, 2])
-def test_in_two_tables_the_class_token_s_entry_comes_and_goes_as_in_one(registers):
+def test_class_token_entry_is_added_and_removed_in_two_tables_as_in_one(registers):
     options = {"positions": "learned2d", "registers": registers}
     source = models.build("mu/4", 16, 5, **options)
     gap = models.config_of("mu/4", 16, 5, pool="gap", **options)

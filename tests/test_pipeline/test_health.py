@@ -79,7 +79,9 @@ def test_consecutive_non_finite_steps_are_counted_and_logged(watch) -> None:
         health.count_step(step, 2.0, norm, "a" * 64, [[0, 1, 2]])
         counts.append(health.skipped_in_a_row)
     assert counts == [0, 1, 2, 0, 1]
-    assert "step 2: non-finite gradient; step skipped, weights unchanged; " in health.telemetry.lines[1]
+    assert (
+        "step 2: the gradient is not finite; skipped the step, the weights are unchanged; " in health.telemetry.lines[1]
+    )
 
 
 def test_run_rolls_back_once_and_diverges_if_that_did_not_help(watch, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_workers_share_a_gpu_if_the_environment_allows_it(text, expected, monkey
     if expected is not None:
         assert workers_per_gpu() == expected
         return
-    with pytest.raises(ConfigError, match=rf"^{WORKERS_PER_GPU} is '{text}', expected a positive whole number\n"):
+    with pytest.raises(ConfigError, match=rf"^{WORKERS_PER_GPU} is '{text}', expected a positive integer\n"):
         workers_per_gpu()
 
 

@@ -82,9 +82,9 @@ def test_checkpoint_of_another_stage_is_refused_with_the_differences() -> None:
     with pytest.raises(CheckpointError) as refusal:
         check_stage(cfg, job, manifest, "/runs/x/checkpoints")
     assert str(refusal.value) == (
-        "the newest checkpoint in /runs/x/checkpoints has stage key 22222222, expected 11111111; "
+        "the newest checkpoint in /runs/x/checkpoints has the stage key 22222222, expected 11111111; "
         "changed: batch_size: 64 → 32\n"
-        "  move the checkpoint back to its own stage"
+        "  move the checkpoint back to the folder of its stage"
     )
     check_stage(cfg, dataclasses.replace(job, key="2" * 64), manifest, "/runs/x/checkpoints")
 

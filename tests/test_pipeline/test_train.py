@@ -128,7 +128,7 @@ def test_masked_prediction_learns_and_fine_tuning_extracts_the_vit(recipe):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("pretrain.objective=masked",), "objective masked has no labels"),
+        (("pretrain.objective=masked",), "objective=masked does not use labels"),
         (("pretrain.objective=masked", "pretrain.data.evaluate=null"), "cannot train a model of family vit"),
         (MASKED[2:3], "cannot train a model of family masked"),
     ],

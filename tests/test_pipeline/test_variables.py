@@ -43,7 +43,7 @@ def test_changed_or_missing_variable_is_reported_without_its_value(monkeypatch) 
     for change in (lambda: None, lambda: monkeypatch.delenv("PLACE")):
         change()
         with pytest.raises(
-            DataError, match=r"task.json has \$\{oc.env:PLACE\}/train, but PLACE is not set, or"
+            DataError, match=r"task.json contains \$\{oc.env:PLACE\}/train, but PLACE is not set, or"
         ) as error:
             restored(before, "task.json")
         assert "ada" not in str(error.value)

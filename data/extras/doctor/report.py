@@ -1,4 +1,4 @@
-"""Results of a data check, for one shard (`ShardReport`) and a data set (`Report`), and their text for the terminal."""
+"""Results of a data check, for one shard (`ShardReport`) or a data set (`Report`), and their text for the terminal."""
 
 from __future__ import annotations
 

@@ -53,11 +53,11 @@ def text_of(content: bytes, name: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{name}: not UTF-8 at byte {error.start}; download the archive again") from None
+        raise DataError(f"{name}: invalid UTF-8 at byte {error.start}; download the archive again") from None
 
 
 def first_present(folder: str | os.PathLike[str], names: Collection[str], page: str) -> Path:
-    """Return the path of the first of these names that exists in a folder; raises DataError if none exists."""
+    """Return the path of the first file or folder in `names` that exists in `folder`; DataError if none does."""
     folder = Path(folder)
     for name in names:
         if (folder / name).exists():

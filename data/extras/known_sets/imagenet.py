@@ -164,7 +164,7 @@ def validation_truth(wnids: Path | None, path: Path) -> Sequence[str]:
         if image.place.name != wnid:
             raise DataError(
                 f"{path}: {image.name} is in folder {image.place.name}, but its class in {wnids} is {wnid}\n"
-                "  move the images to the right folders, or omit wnids"
+                "  move the images to the folders of their classes, or omit wnids"
             )
     return truth
 
@@ -193,7 +193,9 @@ def labelled_images(path: Path, labels: Sequence[Sequence[int]], source: str | o
     """
     images = validation_images(path)
     if len(images) != len(labels):
-        raise DataError(f"{path}: {len(images)} images, but {len(labels)} labels in {source}; expected equal numbers")
+        raise DataError(
+            f"{path}: {len(images)} images, but {len(labels)} labels in {source}; expected one label for each image"
+        )
     for image, image_labels in zip(images, labels, strict=True):
         yield image.sample(image_labels)
 

@@ -7,9 +7,9 @@ been shuffled first (docs/design/order.md, "How good is the shuffle?").
     winter21_whole.tar.gz
       winter21_whole/n00004475.tar: n00004475_6590.JPEG …     →     Sample("n00004475_6590", b"\\xff\\xd8…", (0,))
 
-A class id is the index in the sorted list of WordNet ids, so all ids must be known before the first sample. For a
-folder, its entries are the ids. An archive must be read once more to collect them, unless a text file lists them
-(`wnids`).
+A class id is the index in the sorted list of WordNet ids, so all ids must be known before the first sample. In a
+folder, they are the names of the entries. An archive must be read once more to collect them, unless a text file lists
+them (`wnids`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def samples(wnids: Path | None, path: Path, split: str = "train") -> Iterator[Sa
     log_notes(path, skipped)
     missing = [wnid for wnid in names if wnid not in finished]
     if missing:
-        logging.getLogger(__name__).warning("%s: no images of %d classes: %s", path, len(missing), preview(missing))
+        logging.getLogger(__name__).warning("%s: %d classes have no images: %s", path, len(missing), preview(missing))
 
 
 def images(path: Path, skipped: Refusals) -> Iterator[tuple[str, Member]]:

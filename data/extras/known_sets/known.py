@@ -62,7 +62,8 @@ def cifar_samples(cifar: Cifar, path: Path, split: str) -> Iterator[Sample]:
         record_bytes = cifar.label_bytes + CIFAR_PIXELS
         if len(content) % record_bytes:
             raise DataError(
-                f"{path}: {name}: {len(content):,} bytes are not a multiple of the record size {record_bytes:,}; "
+                f"{path}: {name}: {len(content):,} bytes are not a multiple of the record size of {record_bytes:,} "
+                "bytes; "
                 "download it again"
             )
         records = np.frombuffer(content, np.uint8).reshape(-1, record_bytes)

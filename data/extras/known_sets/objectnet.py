@@ -57,7 +57,7 @@ def samples(path: Path, split: str = "test") -> Iterator[Sample]:
             continue
         pixels = cv2.imdecode(np.frombuffer(member.read(), np.uint8), cv2.IMREAD_COLOR)  # H, W, BGR
         if pixels is None or min(pixels.shape[:2]) <= 2 * BORDER:
-            raise DataError(f"{member.name}: not an image, or too small for a border; unpack the archive again")
+            raise DataError(f"{member.name}: not an image, or too small to remove its border; unpack the archive again")
         # Crop the border off, and count images whose border is not red.
         inside = pixels[BORDER:-BORDER, BORDER:-BORDER]
         red = np.full_like(pixels, (0, 0, 255))
@@ -76,7 +76,7 @@ def objects(path: Path) -> Names:
 
 
 def labels_by_folder(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the sorted ImageNet-1k class ids of each folder; an empty tuple if ImageNet does not have the object.
+    """Return {folder: sorted ImageNet-1k class ids}; the tuple is empty if ImageNet does not have the object.
 
     Raises DataError if the mapping files cannot be read or contradict each other.
     """
@@ -89,7 +89,10 @@ def labels_by_folder(path: Path) -> dict[str, tuple[int, ...]]:
     except (ValueError, AttributeError, TypeError) as error:
         raise DataError(f"{path}: mappings/ cannot be read ({error}); unpack the archive again") from None
     if sorted(line_of.values()) != list(range(len(lines))):
-        raise DataError(f"{path}: {IMAGENET_LINES} does not match the {len(lines)} lines of {IMAGENET_NAMES}")
+        raise DataError(
+            f"{path}: {IMAGENET_LINES} does not match the {len(lines)} lines of {IMAGENET_NAMES}; unpack the archive "
+            "again"
+        )
     ids: dict[str, list[int]] = {}
     for label, line in line_of.items():
         ids.setdefault(lines[line].strip(), []).append(label)
@@ -99,7 +102,10 @@ def labels_by_folder(path: Path) -> dict[str, tuple[int, ...]]:
         for imagenet_name in imagenet_of.get(name, []):
             # ImageNet has two classes named "crane". An ambiguous name would count wrong predictions as correct.
             if len(ids.get(imagenet_name, [])) != 1:
-                raise DataError(f"{path}: {TO_IMAGENET}: {imagenet_name!r} does not name exactly one ImageNet class")
+                raise DataError(
+                    f"{path}: {TO_IMAGENET}: {imagenet_name!r} is not the name of exactly one ImageNet class; unpack "
+                    "the archive again"
+                )
             folder_ids += ids[imagenet_name]
         labels[folder] = tuple(sorted(folder_ids))
     return labels

@@ -64,8 +64,7 @@ def prepared_set(path: Path, task: VtabTask) -> PreparedSet:
         )
     if len(files) > 1:
         raise DataError(
-            f"{path}: contains {len(files)} prepared sets: {', '.join(map(str, files))}\n"
-            "  pass the folder of one of them"
+            f"{path}: found {len(files)} prepared sets: {', '.join(map(str, files))}\n  pass the folder of one of them"
         )
     try:
         content: dict[str, Any] = json.loads(files[0].read_bytes())
@@ -79,7 +78,10 @@ def prepared_set(path: Path, task: VtabTask) -> PreparedSet:
         raise DataError(f"{files[0]}: not a description of a prepared set ({error}); prepare the set again") from None
     is_expected = name == task.dataset and config in (None, prepared_config)
     if not is_expected:
-        raise DataError(f"{files[0]}: found {name}/{prepared_config or ''}, but task {task.name} needs {expected}")
+        raise DataError(
+            f"{files[0]}: found the set {name}/{prepared_config or ''}, but task {task.name} needs {expected}; pass "
+            "its folder"
+        )
     if file_format != "tfrecord":
         raise DataError(
             f"{files[0]}: file format is {file_format}, expected tfrecord; prepare the set with file_format='tfrecord'"
@@ -113,7 +115,10 @@ def samples(task: VtabTask, path: Path, split: str) -> Iterator[Sample]:
 
 
 def rows_of(file: Path, task: VtabTask, split: str, start: int, wanted: range, changed: Refusals) -> Iterator[Sample]:
-    """Yield the wanted rows of a file whose first row is `start`; raises DataError if the file ends too early."""
+    """Yield the samples of the wanted rows in a file whose first row has the number `start`.
+
+    Raises DataError if the file ends too early.
+    """
     # Imported here to keep commands fast: all of them import the table of sets below.
     import cv2
     import numpy as np

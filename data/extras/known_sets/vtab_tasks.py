@@ -73,7 +73,7 @@ class VtabTask:
         return SIZES[self.dataset]
 
     def rows(self, split: Split) -> tuple[tuple[str, range], ...]:
-        """Return the rows of a task split as ordered pairs: a split of the data set, and a range of rows in it."""
+        """Return the rows of a task split, in order, as pairs (split of the data set, range of rows in that split)."""
         if split == "train800val200":
             return (*self.rows("train800"), *self.rows("val200"))
         if split == "train800":

@@ -65,7 +65,7 @@ class Leaks:
 
 
 def numbers_of(leaks: Leaks, index: Index, side: Side) -> set[int]:
-    """Return the indices of the compared data sets on one side that equal the given data set or its parent."""
+    """Return the indices of the data sets on one side of the comparison that equal a given data set or its parent."""
     sets: Sequence[Compared] = getattr(leaks, side)
     digests = {index.digest}
     if index.origin is not None:
@@ -83,9 +83,9 @@ def in_pairs(leaks: Leaks, index: Index, side: Side) -> np.ndarray:
     if not numbers:
         sets = ", ".join(f"{compared.path} ({compared.digest[:12]})" for compared in getattr(leaks, side))
         raise DataError(
-            f"{index.tables} (digest {index.digest[:12]}) is not among the {side} sets of leaks.json: {sets}\n"
-            f"  expected a leaks.json for this set\n"
-            f"  create one: python -m jobs leaks TRAIN --test {index.tables} --output FOLDER"
+            f"{index.tables} (digest {index.digest[:12]}) is not one of the {side} sets in leaks.json: {sets}\n"
+            f"  expected a leaks.json that covers this data set\n"
+            f"  to create one, run python -m jobs leaks TRAIN --test {index.tables} --output FOLDER"
         )
     keys_of_shard: dict[str, set[str]] = {}
     for pair in leaks.pairs:
@@ -114,7 +114,9 @@ def read_leaks(path: str | os.PathLike[str]) -> Leaks:
     try:
         content = unseal(Path(path).read_bytes())
         if content["schema"] != SCHEMA:
-            raise DataError(f"{path}: schema {content['schema']}, expected {SCHEMA}; run `python -m jobs leaks` again")
+            raise DataError(
+                f"{path} has schema {content['schema']}, expected {SCHEMA}; run `python -m jobs leaks` again"
+            )
         pairs = []
         for entry in content["pairs"]:
             train_shard, train_key = entry["train"]
@@ -148,7 +150,9 @@ def read_leaks(path: str | os.PathLike[str]) -> Leaks:
     for pair in leaks.pairs:
         is_known = pair.train_set in range(len(leaks.train)) and pair.test_set in range(len(leaks.test))
         if not is_known or pair.kind not in get_args(Kind):
-            raise DataError(f"{path}: {pair} has an unknown set or kind; run `python -m jobs leaks` again")
+            raise DataError(
+                f"{path}: the match {pair} has an unknown data set or kind; run `python -m jobs leaks` again"
+            )
     return leaks
 
 

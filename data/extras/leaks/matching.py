@@ -48,7 +48,7 @@ class TestSignatures(NamedTuple):
 
 
 def candidates(batch: np.ndarray, tests: TestSignatures) -> Iterator[Candidate]:
-    """Yield pairs that may show the same image, for crops (B, K, D) of training images.
+    """Yield the pairs that may show the same image, for the signatures (B, K, D) of a batch of training images.
 
     Each pair is yielded at most once per direction and mirroring, with the most similar crop.
     """

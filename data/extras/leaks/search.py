@@ -86,7 +86,7 @@ def matches_of(record: Sequence[Any]) -> ShardMatches:
 
 
 class Embeddings(NamedTuple):
-    """Pairs with similar features (pipeline.extras.leak_embedding), by the `key_of` of their training shards."""
+    """Pairs with similar features (pipeline.extras.leak_embedding), grouped by the `key_of` of the training shard."""
 
     records: Mapping[str, ShardMatches]
     settings: Mapping[str, Any]
@@ -108,8 +108,9 @@ def find_leaks(
 
     `train` and `test` map the paths of data sets to their indexes. `embeddings` adds pairs found by model features.
     With `fits=1`, only bytes and pixels are compared. `report` is called with the number of finished training shards
-    and the number to search; `report_test` gets the same for the test shards, which come first. An interrupted search
-    resumes.
+    and the number to search; `report_test` is called in the same way for the test shards, which come first. An
+    interrupted search resumes.
+
     Raises DataError if a shard is missing or has changed since indexing, or if the test images are too similar to each
     other to recognise copies by their pictures.
     """
@@ -135,8 +136,8 @@ def find_leaks(
         if alike >= MIN_SIMILAR and share > MAX_SIMILAR_SHARE:
             raise DataError(
                 f"{', '.join(test)}: {alike:,} of {compared:,} pairs of different test images have similar low "
-                f"frequencies ({share:.1%}), so copies cannot be recognised by their pictures\n"
-                f"  expected at most {MAX_SIMILAR_SHARE:.0%}; photographs have 0.02 %\n"
+                f"frequencies ({share:.1%}), so copies cannot be recognised by the look of the images\n"
+                f"  expected at most {MAX_SIMILAR_SHARE:.0%} of the pairs; in photographs, it is 0.02 %\n"
                 f"  to compare only bytes and pixels, add --fits 1 to the command"
             )
 

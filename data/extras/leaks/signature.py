@@ -8,9 +8,9 @@ An encoded image becomes a signature in these steps:
 3. The inner product of two of these vectors measures the similarity of two crops, independent of brightness and
    contrast.
 
-The crops cover 100 to 77.5 % of each side at steps of at most 6 %, so that any crop of 60 % of the area or more with
-the image's aspect ratio is close to one of them. Two more crops are those of evaluation: the central square, and 87.5 %
-of it. Mirroring an image only changes the sign of the odd coefficients.
+The crops cover 100 to 77.5 % of each side in steps of at most 6 %, so that any crop with the image's aspect ratio and
+at least 60 % of its area is close to one of them. Two more crops are those of evaluation: the central square, and
+87.5 % of its side. Mirroring an image only changes the sign of the odd coefficients.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Signature(NamedTuple):
 
 
 def signature(data: bytes) -> Signature:
-    """Return the signature of an encoded image; raises BadImage."""
+    """Return the signature of an encoded image; raises BadImage if it cannot be decoded."""
     grey = trimmed(grey_of(data))
     height, width = grey.shape
     square = squashed(grey, SIDE).astype(np.float32)
@@ -72,7 +72,10 @@ def signature(data: bytes) -> Signature:
 
 
 def grey_of(data: bytes) -> np.ndarray:
-    """Decode an image upright to greyscale (H, W), at a reduced scale with at least SIDE pixels; raises BadImage."""
+    """Decode an image upright to greyscale (H, W), at a reduced scale with at least SIDE pixels.
+
+    Raises BadImage if the image cannot be decoded.
+    """
     header = read_header(data)
     reduced = {
         1: cv2.IMREAD_GRAYSCALE,
@@ -114,7 +117,7 @@ def trimmed(grey: np.ndarray) -> np.ndarray:
 
 
 def border_lines(lines: np.ndarray) -> int:
-    """Count the leading lines of an array (lines, pixels) with one uniform colour; 0 if the first is not uniform."""
+    """Return the number of leading lines in an array (lines, pixels) that share one uniform colour; may be 0."""
     colour = int(np.median(lines[0]))
     for number, line in enumerate(lines):
         is_other = np.abs(line.astype(np.int16) - colour) > OF_ONE_COLOUR
@@ -130,7 +133,7 @@ def squashed(grey: np.ndarray, side: int) -> np.ndarray:
 
 
 def pixel_digest(data: bytes) -> bytes:
-    """Return the sha256 of an image's shape and pixels, decoded as in training; raises BadImage."""
+    """Return the sha256 of an image's shape and pixels, decoded as in training; raises BadImage if that fails."""
     pixels = decode(data)
     return sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
 

@@ -11,8 +11,8 @@
       ./images/._cat_1.jpg                (hidden files, such as those of macOS, are skipped)
       ./images/cat_2.jpg
 
-An archive that is truncated, damaged, or continues after its end raises DataError. Python's `tarfile` would silently
-stop there.
+DataError is raised for an archive that is truncated or damaged, or that continues after its end. Python's `tarfile`
+would silently stop there.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CHUNK = 1 << 20  # bytes per read when skipping data
 
 @dataclass(frozen=True)
 class Member:
-    """A file in an archive."""
+    """A file in an archive or a folder."""
 
     name: str  # path in the archive
     opened: Callable[[], Any]  # returns an open file; for a tar, it is valid until the next member is requested
@@ -78,7 +78,7 @@ class Member:
         content = self.start(most + 1)
         if len(content) > most:
             raise DataError(
-                f"{self.archive}: {printable(self.name)}: larger than the limit of {most:,} bytes\n"
+                f"{self.archive}: {printable(self.name)} is larger than the limit of {most:,} bytes\n"
                 "  remove this file from the archive, or make it smaller"
             )
         return content
@@ -113,7 +113,9 @@ def members(path: str | os.PathLike[str]) -> Iterator[Member]:
         start = file.read(8)
         file.seek(0)
         if start.startswith(RAR_START):
-            raise DataError(f"{path}: RAR archives are not supported; unpack it, and use the path of the folder")
+            raise DataError(
+                f"{path}: RAR archives are not supported; unpack the archive and pass the path of the resulting folder"
+            )
         if start.startswith(ZIP_START):
             yield from zip_members(file, str(path))
         else:
@@ -146,13 +148,14 @@ def zip_members(file: IO[bytes], name: str) -> Iterator[Member]:
             if info.flag_bits & IS_ENCRYPTED:
                 raise DataError(
                     f"{name}: {printable(info.filename)} is encrypted\n"
-                    "  unzip it with the password that its authors publish, and use the path of the folder"
+                    "  unzip the archive with the password that its authors publish, and pass the path of the "
+                    "resulting folder"
                 )
             yield Member(info.filename.removeprefix("./"), partial(archive.open, info), name)
 
 
 def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
-    """Yield the regular files of a tar that is read as a stream, which may itself be a member of another tar.
+    """Yield the regular files of a tar, read as a stream; the tar may itself be a member of another tar.
 
     Raises DataError if it is not a tar, if it is truncated, or if anything except zeros follows its end.
     """
@@ -171,11 +174,11 @@ def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
         while chunk := stream.read(CHUNK):
             if chunk.strip(b"\0"):
                 raise DataError(
-                    f"{name}: data follows after the end of the tar\n"
-                    "  expected a single tar, but these may be several concatenated tars; download it again"
+                    f"{name}: more data follows after the end of the tar\n"
+                    "  expected a single tar, but the file may contain several concatenated tars; download it again"
                 )
     if others:
-        logging.getLogger(__name__).warning("%s: skipped %d links, devices or sparse files", name, others)
+        logging.getLogger(__name__).warning("%s: skipped %d links, device files or sparse files", name, others)
 
 
 class TarHeader(tarfile.TarInfo):
@@ -186,7 +189,7 @@ class TarHeader(tarfile.TarInfo):
         """Parse a header; raises DataError if it announces an extension too large for memory."""
         header = super().frombuf(buf, encoding, errors)
         if header.type in EXTENSIONS and header.size > MAX_EXTENSION:
-            raise DataError(f"extension header of {header.size:,} bytes, expected at most {MAX_EXTENSION:,}")
+            raise DataError(f"an extension header has {header.size:,} bytes, expected at most {MAX_EXTENSION:,}")
         return header
 
     @classmethod
@@ -211,7 +214,7 @@ def is_hidden(name: str) -> bool:
 
 @contextmanager
 def naming_damage(name: str) -> Iterator[None]:
-    """Convert errors from a truncated or damaged archive to DataError with the name of the archive."""
+    """Context manager that converts errors from a truncated or damaged archive to a DataError with its name."""
     try:
         yield
     except DAMAGE as error:

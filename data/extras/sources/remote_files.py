@@ -1,4 +1,4 @@
-"""Parquet files with images on the Hugging Face Hub: column descriptions by byte range, images from the shard cache.
+"""Read Parquet files with images on the Hugging Face Hub: the schema by byte range, the images from the shard cache.
 
     remote_parquet("hf://datasets/me/photos@6f1c…/data/*.parquet")   →   [RemoteParquet("…/train-00000.parquet"), …]
 
@@ -44,12 +44,12 @@ class RemoteParquet:
         return BufferedReader(RangeFile(self), READ_AHEAD)
 
     def downloaded(self) -> BufferedReader:
-        """Open the file in the cache, downloading it if needed. Raises DataError, StorageError."""
+        """Open the file in the cache, downloading it if needed; raises the errors of `Cache.path`."""
         return self.cache.opened(self.url, self.shard)
 
 
 class RangeFile(RawIOBase):
-    """A remote file as a file object; each read is a range request. Raises DataError, StorageError."""
+    """A remote file as a file object; each read is a range request, with the errors of `Cache.with_retries`."""
 
     def __init__(self, file: RemoteParquet) -> None:
         self.file = file
@@ -82,10 +82,14 @@ class RangeFile(RawIOBase):
 def remote_parquet(source: str) -> list[RemoteParquet]:
     """Return the Parquet files at a URL: a file, a folder, or a pattern with `{000..999}` or `*`.
 
-    Raises StorageError, and DataError if there are none or if the store does not report their sha256.
+    Raises StorageError if the store does not respond, or DataError if there are no files or the store does not report
+    their sha256.
     """
     if not source.startswith("hf:"):
-        raise Refused(f"{redacted(source)}: Parquet files can be packed from hf:// and from folders; copy them first")
+        raise Refused(
+            f"{redacted(source)}: Parquet files can be packed only from hf:// or from a folder; copy them to a folder "
+            "first"
+        )
     cache = Cache(CacheConfig())
     files = []
     for url in braceexpand(source, escape=False):
@@ -94,8 +98,11 @@ def remote_parquet(source: str) -> list[RemoteParquet]:
             if not place.endswith(".parquet"):
                 continue
             if not file.sha256:
-                raise DataError(f"{redacted(place)}: is not stored with LFS or Xet, so it has no sha256; copy it first")
+                raise DataError(
+                    f"{redacted(place)}: this file is not stored with LFS or Xet, so it has no recorded sha256; copy "
+                    "it to a folder first"
+                )
             files.append(RemoteParquet(place, file.size, check_sha256(file.sha256, redacted(place)), cache))
     if not files:
-        raise DataError(f"{redacted(source)}: no *.parquet found")
+        raise DataError(f"{redacted(source)}: found no *.parquet files")
     return files

@@ -105,7 +105,8 @@ def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], l
         wanted = "a column path" if unlabelled else "columns path and label"
         raise DataError(
             f"{path}: expected {wanted}, found {', '.join(columns) or 'no columns'}\n"
-            "  the first line of a CSV is path,label; each following line is an image, for example cat/1.jpg,cat"
+            "  the first line of a CSV must be path,label; each other line describes an image, for example "
+            "cat/1.jpg,cat"
         )
     names = []
     labels = []
@@ -218,7 +219,7 @@ class ImageParquet:
 
 @contextmanager
 def opened(path: Path | RemoteParquet, *, whole: bool = False) -> Iterator[Path | BufferedReader]:
-    """Context manager that yields a local path, or an open file if it is remote; `whole`: downloaded first."""
+    """Context manager that yields a local path, or an open remote file; with `whole`, downloads a remote file first."""
     if isinstance(path, Path):
         yield path
         return
@@ -258,7 +259,7 @@ def image_parquet(source: str | os.PathLike[str], *, unlabelled: bool = False) -
                 elif isinstance(image, dict):
                     found = f"no key 'bytes' but {', '.join(image)}"
                 raise DataError(
-                    f"{path}: row {row_number} holds {found}; embed the images first\n"
+                    f"{path}: row {row_number} contains {found}; embed the images first\n"
                     f"  expected encoded images in the column {file.image_column}: bytes, or bytes and path"
                 )
             labels: tuple[int, ...] | None = None
@@ -273,7 +274,8 @@ def image_parquet(source: str | os.PathLike[str], *, unlabelled: bool = False) -
 def parquet_classes(source: str | os.PathLike[str]) -> Names:
     """Return the class names of Parquet files with images: from the schema, or else from the text labels.
 
-    The result is empty if there are neither. Raises DataError if the files of a folder have different class names.
+    The result is empty if the files contain neither. Raises DataError if the files of a folder have different class
+    names.
     """
     files = []
     described = []
@@ -293,7 +295,7 @@ def parquet_classes(source: str | os.PathLike[str]) -> Names:
 
 @contextmanager
 def naming_parquet(path: Path | RemoteParquet) -> Iterator[None]:
-    """Convert errors from pyarrow to DataError with the name of the file."""
+    """Context manager that converts errors from pyarrow to a DataError with the name of the file."""
     from pyarrow import ArrowException
 
     try:
@@ -306,7 +308,7 @@ def naming_parquet(path: Path | RemoteParquet) -> Iterator[None]:
 
 
 def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
-    """Return the first of these names that is a column, or None."""
+    """Return the first of these names that is a column; None if none of them is."""
     for name in names:
         if name in columns:
             return name

@@ -108,9 +108,11 @@ def tars(
             f"{source}: no sample has both a label and an image: {'; '.join(lines) or 'there are no samples'}\n{remedy}"
         )
     if renamed.counts:
-        logging.getLogger(__name__).warning("%s: packed under another key: %s", source, renamed.lines()[0])
+        logging.getLogger(__name__).warning(
+            "%s: some samples were packed under another key: %s", source, renamed.lines()[0]
+        )
     if lines:
-        logging.getLogger(__name__).warning("%s: samples not packed: %s", source, "; ".join(lines))
+        logging.getLogger(__name__).warning("%s: some samples were not packed: %s", source, "; ".join(lines))
 
 
 def paths_of(source: str | os.PathLike[str] | Sequence[str]) -> list[Path]:
@@ -165,7 +167,10 @@ def tars_classes(source: str | os.PathLike[str] | Sequence[str], *, with_labels:
 # The names are requested twice, to number the classes and to read the samples.
 @lru_cache(maxsize=8)
 def names_in_labels(states: tuple[tuple[Path, int, int], ...]) -> Names:
-    """Return the sorted label names in tars, each given as (path, size in bytes, mtime); () if a label is not text."""
+    """Return the sorted class names in the labels of tars; () if any label is an id, or if the labels are captions.
+
+    `states` contains (path, size in bytes, mtime in ns) of each tar, so that cached names of changed tars are not used.
+    """
     texts: Refusals = Refusals()
     samples = 0
     for path, _, _ in states:

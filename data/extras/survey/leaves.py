@@ -1,4 +1,4 @@
-"""Read a tree of folders, each innermost folder being a class, by listing its images in a table.
+"""List the images in a tree of folders, whose innermost folders are the classes, in a table that can be packed.
 
 train/animals/cat/1.jpg            path,label
 train/animals/dog/2.jpg     →      /data/train/animals/cat/1.jpg,cat
@@ -23,11 +23,11 @@ def write_leaf_table(root: str, table: str) -> str:
     """List the images below a folder in a CSV table with the columns path and label, and return the table's path.
 
     The label of an image is the name of its folder, or the folder's path below `root` if several folders have that
-    name. Raises DataError if `root` is not a folder of folders, or if the table exists.
+    name. Raises DataError if `root` is not a folder of folders, or if the table already exists.
     """
     top = Path(root)
     if Path(table).exists():
-        raise DataError(f"{table} already exists and is not overwritten\n  remove it, or pass --output OTHER.yaml")
+        raise DataError(f"{table} already exists and will not be overwritten\n  remove it, or pass --output OTHER.yaml")
     if not top.is_dir() or not class_folders_in(top):
         raise DataError(f"{printable(root)}: --leaf-classes expects a folder with sub-folders\n  omit --leaf-classes")
     skipped: Counter[str] = Counter()

@@ -104,13 +104,13 @@ class FoundSet:
 
     @property
     def classes(self) -> int:
-        """Number of outputs of a classifier for these images; 0 without labels."""
+        """Number of outputs of a classifier for these images; 0 if they have no labels."""
         if self.are_ids:
             return max(map(int, self.class_counts), default=-1) + 1
         return len(self.class_counts)
 
     def gap_in_ids(self) -> str:
-        """Return a note if most class ids below the largest have no images: the largest id may be a mistake."""
+        """Return a note if most class ids below the largest have no images, a likely mistake; "" otherwise."""
         return gap_in_ids(len(self.class_counts), self.classes) if self.are_ids else ""
 
     @property
@@ -139,7 +139,7 @@ class FoundSet:
         self.class_counts.update(map(str, dict.fromkeys(labels)))
 
     def open_some(self, images: Sequence[tuple[Path, int, int]], most: int = OPENED) -> None:
-        """Read the headers of up to `most` images, evenly spread; an image is (file, offset, bytes, or −1 for all)."""
+        """Read the headers of up to `most` evenly spaced images, each given as (file, offset, size; −1: to the end)."""
         opened = min(most, len(images))
         for number in range(opened):
             path, offset, size = images[(2 * number + 1) * len(images) // (2 * opened)]
@@ -196,7 +196,7 @@ def survey(place: str, *, unlabelled: bool = False, leaf_tables: str | None = No
     """
     if "://" in place:
         raise DataError(
-            f"{place}: images in an object store cannot be inspected directly\n"
+            f"{place}: images in an object store cannot be inspected without an index\n"
             f"  index them first: python -m jobs index {place} --output indexes/NAME; then use the path indexes/NAME"
         )
     known = known_sets(Path(place))
@@ -251,7 +251,7 @@ def survey(place: str, *, unlabelled: bool = False, leaf_tables: str | None = No
         check_unicode_forms(lacking, list(train.class_counts), test_place, train_place)
         raise DataError(
             f"{test_place}: the classes {preview(lacking)} do not occur in {train_place}\n"
-            "  expected only the training classes; remove the others"
+            "  expected only classes of the training set; remove the other classes"
         )
     return Sets(train, test)
 
@@ -284,7 +284,7 @@ def known_sets(place: Path) -> Sets | None:
 
 
 def parts_of(place: str) -> tuple[str, str | None]:
-    """Return the path of the training images, and the path of the evaluation images; None if they are not separate."""
+    """Return the paths of training and evaluation images; the latter is None if there are no separate images."""
     path = Path(place)
     # Descend through folders that contain nothing except another folder.
     while path.is_dir():
@@ -345,9 +345,12 @@ def one_place(places: Sequence[str]) -> str:
     if pattern is None:
         joined = " ".join(places)
         if Path(joined).exists():
-            raise UsageError(f"{len(places)} arguments, but {joined!r} is one folder\n  quote its name")
+            raise UsageError(
+                f"found {len(places)} paths, but {joined!r} is a single folder whose name contains spaces\n"
+                "  quote its name"
+            )
         raise UsageError(
-            f"{len(places)} paths, {preview(places)}: no folder or pattern matches exactly these paths\n"
+            f"found {len(places)} paths, {preview(places)}, but no folder or pattern matches exactly these\n"
             f"  expected one set of images: a folder, or a quoted pattern such as '{folder}/train-*.tar'"
         )
     return pattern
@@ -390,7 +393,7 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
         pattern = pattern_of(of_parts) or train
         raise DataError(
             f"{files[0].parent}: {preview(sorted(file.name for file in rest))} have neither train nor test in their "
-            f"names, unlike the other files\n  rename them; or, to use only the others, run "
+            f"names, but the other files do\n  rename these files; or, to use only the other files, run "
             f"python -m jobs new '{pattern}'"
         )
     return parts

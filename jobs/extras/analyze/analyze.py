@@ -63,7 +63,7 @@ class Features:
 def analyze(weights: str, paths: list[str], output: str, limit: int) -> dict[str, Any]:
     """Analyse weights on images; write figures and numbers, and return a summary.
 
-    Raises UsageError if the model is not a ViT, DataError if no image can be read.
+    Raises UsageError if the model is not a ViT, or DataError if no image can be read.
     """
     verification: list[str] = []
     verify(weights, verification.append)

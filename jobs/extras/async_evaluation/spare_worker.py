@@ -363,7 +363,8 @@ class SpareWorker:
     def poll_worker(self, group: WorkerGroup, watch: Watch) -> None:
         """Check the worker, and skip the oldest evaluation requests if there are too many.
 
-        Raises Ended, NoPlace if another job needs the resources, and WorkerGroupError if the worker is stuck.
+        Raises Ended if the attempt has ended, NoPlace if another job needs the resources, or WorkerGroupError if the
+        worker is stuck.
         """
         assert self.place is not None
         if self.has_ended.is_set() or (self.training_has_ended and self.running is None):

@@ -71,7 +71,7 @@ class FactDifference(NamedTuple):
 
     @property
     def is_unknown(self) -> bool:
-        """Return whether the value of either stage's fact is unknown."""
+        """Return whether the fact's value is unknown for either stage."""
         return any(fact is not None and fact.value is None for fact in (self.first, self.second))
 
 

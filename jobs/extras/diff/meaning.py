@@ -1,4 +1,4 @@
-"""Derive facts about a stage's training and evaluation from its config. Stages with equal facts do the same.
+"""Derive facts about a stage's training and evaluation from its config. Stages with equal facts behave identically.
 
     passes: 300, of 1,281,167 images, in batches of 4096     {"images": 384,348,160, …}
     steps: 93835 in batches of 4096                          the same fact
@@ -370,7 +370,7 @@ def facts_of_training(stage: ComparedStage, peak: float, warmup_steps: int) -> d
 
 
 def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
-    """Return the facts of a stage's model; without the initial weights, only those given in the recipe."""
+    """Return the facts of a stage's model; if the initial weights are missing, only facts given in the recipe."""
     model = stage.model
     values = dict(stage.config.model)
     values.pop("name", None)

@@ -169,7 +169,7 @@ def examine(path: str, *, decode: bool, page: str | None, world: int, workers: i
 
 
 def report_document(report: "Report", world: int, page: str | None) -> dict[str, Any]:
-    """Return the counts of a report, and its lines (`report`)."""
+    """Return a document with a report's counts and problems, and its lines of text (`report`)."""
     lines = report.lines(world)
     if page:
         lines.append(f"page: {page}")

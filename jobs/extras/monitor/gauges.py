@@ -62,7 +62,7 @@ OF_RUN = {
 
 
 def values_of(message: StatusMessage) -> dict[str, float]:
-    """Return the values of a stage's gauges by name, without unknown and non-finite values."""
+    """Return the values of a stage's gauges by name; unknown and non-finite values are omitted."""
     values: dict[str, float] = {
         "waiting": float(message.state == "waiting"),
         "restarts": float(max(0, message.attempts - 1)),

@@ -74,7 +74,7 @@ def settings_of(source: ModelConfig, form: dict[str, Any] | None) -> FineTuning:
 
 
 def image_size_of(source: ModelConfig) -> tuple[int, int]:
-    """Return the image size for fine-tuning: that of the weights, or EVALUATED if that exceeds LARGEST."""
+    """Return the image size for fine-tuning: the size used by the weights, or EVALUATED if that exceeds LARGEST."""
     height, width = source.image_size
     if not isinstance(source, ViTConfig) or max(height, width) <= LARGEST:
         return source.image_size

@@ -64,7 +64,8 @@ def new(
 ) -> Answer:
     """Write a recipe for the images at a path, or at several paths expanded from a pattern by the shell.
 
-    Raises DataError, ConfigError, or UsageError, for example if the recipe exists.
+    Raises DataError if the images or weights cannot be used, ConfigError if the model is unknown, or UsageError if the
+    arguments are invalid, for example if the recipe already exists.
     """
     # 1. Check the arguments before the images are counted.
     place = one_place(places)
@@ -184,7 +185,7 @@ def new(
 
 
 def written(recipe: Path, name: str, sets: Sets) -> Answer:
-    """Return the answer after the recipe has been written: the images, the run, and the next command."""
+    """Return the command's answer for a written recipe: its images, its run, and the next command."""
     found = {}
     for part, image_set in (("train", sets.train), ("test", sets.test)):
         if image_set is not None:

@@ -32,11 +32,11 @@ class MemoryCheck(TrainingExtra):
             yield CheckResult.of(error, MEMORY)
 
     def job_fields(self, cfg: TrainConfig, context: Context) -> Mapping[str, Any]:
-        """Return the bytes needed by a worker, if a plan has already traced this step; otherwise {}.
+        """Return the device memory that a worker needs, if a plan has already traced this step; otherwise {}.
 
-        If the recipe allows several numbers of workers, use the largest, with which each worker needs the least memory,
-        so that no start is refused wrongly. Return {} for a stage that never uses whole images, because it needs less
-        than the traced step.
+        If the recipe allows a range of worker counts, use the largest: each worker then needs the least memory, so no
+        start is refused wrongly. Return {} for a stage that never uses whole images, because it needs less memory than
+        the traced step.
         """
         from pipeline.extras.plan.memory import need_if_traced
 
@@ -56,7 +56,8 @@ def sees_whole_images(cfg: TrainConfig, model: ModelConfig) -> bool:
 def check_memory(stage: Stage, available: Available, fewest: int) -> Iterator[CheckResult]:
     """Raise ConfigError, with suggestions, if a stage needs more than `cluster.gpu_memory_gb` on `fewest` workers.
 
-    If there is no limit, nothing is traced, because a trace takes several seconds. A failed trace is a warning.
+    If there is no limit, nothing is traced, because a trace takes several seconds. A failed trace is reported as a
+    warning.
     """
     cfg: TrainConfig = stage.config
     model = stage.model

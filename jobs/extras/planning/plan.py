@@ -87,7 +87,7 @@ class Plan:
         self.lines.append(f"  {label:7} {text}")
 
     def add_stage(self, stage: Stage) -> None:
-        """Add the lines of a stage; its parents must have been added before."""
+        """Add the lines of a stage to the plan; its parents must have been added before."""
         campaign = self.campaign
         is_done = campaign.done(stage) is not None
         # 1. Determine whether the stage would be skipped, resumed or run, and why.

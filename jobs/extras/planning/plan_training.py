@@ -82,7 +82,7 @@ class PlannedTraining(TrainedFacts):
         self.is_asynchronous = getattr(self.cfg, "evaluate_on", "training") == "spare"
 
     def compute(self) -> None:
-        """Compute the estimates and add their lines; skip estimates for which the data or the model is unknown."""
+        """Compute the estimates and add their lines to the plan; skip estimates that need unknown data or models."""
         is_known = self.describe()
         self.log(f"plan: {self.name}: estimating the memory of a step (once per config) …")
         for result in results("plan", self, STAGE):
@@ -97,7 +97,7 @@ class PlannedTraining(TrainedFacts):
             self.add_time()
 
     def describe(self) -> bool:
-        """Add the lines for batch, steps, data and compute; return whether the data and the model are known."""
+        """Add lines for batch, steps, data and compute to the plan; return whether data and model are known."""
         cfg = self.cfg
         # 1. How a batch is split over the workers.
         arithmetic = batch_arithmetic(cfg, self.world)
@@ -156,7 +156,7 @@ class PlannedTraining(TrainedFacts):
         return True
 
     def add_data(self, samples: int | None) -> None:
-        """Add lines for the number of steps, the evaluations, and the composition of each batch."""
+        """Add lines for the number of steps, the evaluations and the composition of each batch to the plan."""
         cfg = self.cfg
         images = len(self.taken) * cfg.batch_size
         passes = "the data does not exist yet"
@@ -195,7 +195,7 @@ class PlannedTraining(TrainedFacts):
     # -------------------------------------------------------------------------------------------- time and money
 
     def add_time(self) -> None:
-        """Add the time and cost of all steps, measured by trials or estimated from FLOPs."""
+        """Add lines for the time and cost of all steps, measured by trials or estimated from FLOPs, to the plan."""
         cluster = self.campaign.cluster
         trials = []
         key = trial_key(self.campaign, self.stage)
@@ -217,7 +217,7 @@ class PlannedTraining(TrainedFacts):
         self.add("time", f"unknown: {self.no_time}")
 
     def add_measured_time(self, rate: Rate) -> None:
-        """Add the step time measured in a trial, and the time of all steps, with failures if an MTBF is given."""
+        """Add lines for the measured step time and the total time to the plan; include failures if an MTBF is given."""
         cfg = self.cfg
         trial = rate.trial
         step_s = cfg.batch_size / rate.images_per_s
@@ -265,7 +265,7 @@ class PlannedTraining(TrainedFacts):
         )
 
     def add_estimate(self, gpu: Gpu) -> None:
-        """Add the time of all steps, estimated from their FLOPs and a range of GPU utilisation."""
+        """Add lines for the total time, estimated from FLOPs and a range of GPU utilisation, to the plan."""
         trained_images = len(self.taken) * self.cfg.batch_size
         low, high = estimated_rates(self.flops / trained_images, gpu, self.world)
         images = trained_images + self.evaluated_images() / 3

@@ -224,7 +224,7 @@ def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) ->
 def measure_everywhere(
     campaign: Campaign, requirements: Requirements, world: int
 ) -> tuple[PreflightReport, Exception | None, Mapping[str, str]]:
-    """Measure on `world` workers and on the nodes without a worker, while replying to their files.
+    """Run the measurements on `world` workers and on nodes without a worker, and reply to the files that they write.
 
     If the worker group fails, measure on all nodes without workers. Returns the reports, the error of the worker group
     if it failed, and node name → reason for each node without a report. Raises OSError if the run directory is not

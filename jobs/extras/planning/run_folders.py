@@ -52,7 +52,8 @@ def readable_run(storage: Storage) -> Iterator[Path]:
     """Yield a folder with a run's small files, for a command that only reads them.
 
     If the newest command runs or ran on this machine, this is the run's local folder. Otherwise, it is a temporary
-    copy, because workers of a running command may write to the local folder. Raises StorageError.
+    copy, because workers of a running command may write to the local folder. Raises StorageError if the storage cannot
+    be read.
     """
     if storage.is_shared:
         yield storage.local

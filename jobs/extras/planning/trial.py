@@ -41,7 +41,7 @@ from pipeline.values import amount, counted, milliseconds
 def trial(campaign: Campaign, only: str | None) -> list[dict[str, Any]]:
     """Measure all training stages, or only the stage named by `only`; print, save and return the results.
 
-    Raises ConfigError if no stage trains, DataError if no stage can be measured, and the errors of running a stage.
+    Raises ConfigError if no stage trains, DataError if no stage can be measured, or any error raised by a stage.
     """
     # 1. Select stages. Stages with identical steps, for example runs of a sweep, are measured only once.
     stages: dict[str, Stage] = {}

@@ -44,7 +44,7 @@ MAX_THUMBNAILS = 200  # on the page, about 4 KB each
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of one image; without labels if the image cannot be decoded."""
+    """The most probable classes of one image; no classes if the image cannot be decoded."""
 
     file: str
     labels: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class Prediction:
 def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: int) -> dict[str, Any]:
     """Predict the classes of all images; write the table and the page, and return the predictions and a summary.
 
-    Raises UsageError if the model has no classes, DataError if no image can be decoded or a logit is not finite.
+    Raises UsageError if the model has no classes, or DataError if no image can be decoded or a logit is not finite.
     """
     verification: list[str] = []
     verify(weights, verification.append)

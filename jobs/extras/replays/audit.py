@@ -1,7 +1,7 @@
 """Verify a training run: repeat parts of it between two commits and compare the results bit for bit.
 
-1. `choose_stretches` draws random stretches between consecutive commits, up to the requested share of steps, unless the
-   user has selected a stretch.
+1. `choose_stretches` draws random stretches between consecutive commits, up to the requested fraction of all steps,
+   unless the user has selected a stretch.
 2. Repeat each stretch in a separate run directory (jobs/extras/replays/stretch.py).
 3. `compare` compares the result with the records of the run: every loss and gradient norm, the trace of each step in
    exact mode (pipeline/engine/exact.py), the ledger, and every bit of weights and optimizer moments in the commit.
@@ -110,8 +110,8 @@ def audit(
 ) -> dict[str, Any]:
     """Repeat stretches of a run's steps, print a line for each, and write audit.json; return its content.
 
-    Raises DataError if a stretch differs, or ClusterError if different conditions on this machine may be the reason;
-    also UsageError, and any error that a run raises.
+    Raises DataError if a stretch differs, ClusterError if different conditions on this machine may be the reason,
+    UsageError if the arguments are invalid, or any error raised by a run.
     """
     replays = Replays("audit", run, output, overrides)
     stage = replays.stage
@@ -197,9 +197,9 @@ def audit(
 
 
 def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Finding]:
-    """Draw random stretches between consecutive commits: as many as fit into `share` of all steps, but at least one.
+    """Draw random stretches between consecutive commits, which cover at most the fraction `share` of all steps.
 
-    Raises UsageError if there are no commits to compare with.
+    At least one stretch is drawn. Raises UsageError if there are no commits to compare with.
     """
     if not 0 < share <= 1:
         raise UsageError(f"--share is {share}, expected a number greater than 0 and at most 1, for example 0.01")

@@ -18,7 +18,7 @@ from pipeline.monitoring.telemetry import steps_in
 def replay(run: str, step: str, target: str | None) -> dict[str, Any]:
     """Return a summary and the extreme samples of a step's batch; write the batch to the .npz file `target` if given.
 
-    Raises UsageError for wrong arguments, DataError if a file in the run was modified.
+    Raises UsageError if the arguments are invalid, or DataError if a file in the run was modified.
     """
     # Check the target first, because rebuilding the batch takes long.
     if target:

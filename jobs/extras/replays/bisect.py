@@ -35,7 +35,7 @@ MAX_SHOWN = 16  # maximum number of samples to print and to write as pictures
 def bisect(run: str, words: Sequence[str], *, output: str | None) -> dict[str, Any]:
     """Find the samples that caused the spike at a step, and write bisect.json; return its content.
 
-    Raises UsageError, and any error that a run raises.
+    Raises UsageError if the arguments are invalid, or any error raised by a run.
     """
     values: dict[str, str] = {}
     overrides = []

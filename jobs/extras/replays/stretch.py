@@ -63,7 +63,7 @@ class Replay(training.Training):
     def __init__(
         self, name: str, class_names: tuple[str, ...], last: int, masked: Sequence[Sequence[int]], work: Work | None
     ) -> None:
-        """Train up to the step `last` without the `masked` samples; if `work` is given, run it instead of training."""
+        """Configure a replay to train up to the step `last` without the `masked` samples, or to run `work` if given."""
         super().__init__([*load_extras(*OF_STEPS), AlwaysMasked(masked)])
         self.inputs = {}
         self.name = name  # kind of the original stage
@@ -93,7 +93,8 @@ class Replays:
     def __init__(self, command: str, run: str, output: str | None, overrides: Sequence[str]) -> None:
         """Find the stage named by `run`: RUN/STAGE, a stage's folder, or a run with a single trained stage.
 
-        `overrides` set keys of the cluster config. Raises UsageError.
+        `overrides` set keys of the cluster config. Raises UsageError if there is no such stage, or if the output folder
+        is inside the original run.
         """
         self.stage = TrainedStage(find_trained(run))
         self.record = artifacts.read_record(self.stage.folder / "stage.json")
@@ -122,7 +123,8 @@ class Replays:
     def cluster(self, last: int) -> ClusterConfig:
         """Return the cluster config for repeating the steps up to `last`: the run's config with the overrides applied.
 
-        Raises ConfigError, and UsageError if a different number of workers would change the bits.
+        Raises ConfigError if an override has an invalid value, or UsageError if it is not a cluster key or changes the
+        number of workers although this would change the bits.
         """
         start = self.stage.start_of(last)
         world = start.get("world", 1)
@@ -158,7 +160,7 @@ class Replays:
         `masked` samples, given as ranges, get weight zero, like the samples masked by the run itself. With `evaluates`,
         the last step is evaluated as in the run. With `resumes`, the replay is a normal run, which shows its log, saves
         as often as the original, and resumes from the contents of the folder; otherwise, the folder is deleted first.
-        `work` runs on the workers instead of training. Raises any error that a run raises.
+        `work` runs on the workers instead of training. Raises any error raised by a run.
         """
         stage = self.stage
         cfg = stage.config_at(start + 1, last)
@@ -207,4 +209,4 @@ class Replays:
         path.parent.mkdir(parents=True, exist_ok=True)
         artifacts.write_record(path, {**provenance, **values})
         echo(f"written: {path}")
-        return {"record": str(path), **provenance, **values}
+        return {"record": str(path), "content": {**provenance, **values}}

@@ -46,7 +46,8 @@ def without(
 ) -> dict[str, Any]:
     """Repeat the steps of a run without some samples; print and return how the results change.
 
-    Raises UsageError, DataError if a sample or shard is not in the run's data, and any error that a run raises.
+    Raises UsageError if the arguments are invalid, DataError if a sample or shard is not in the run's data, or any
+    error raised by a run.
     """
     replays = Replays("without", run, output, overrides)
     stage = replays.stage
@@ -138,7 +139,10 @@ def without(
 
 
 def masked_ranges(index: Index, samples: str | None, shards: Sequence[str]) -> list[list[int]]:
-    """Return the samples listed in a file, and those in the given shards, as ranges. Raises DataError."""
+    """Return the samples listed in a file, and those in the given shards, as ranges.
+
+    Raises DataError if a listed sample does not exist, or if a shard name does not match exactly one shard.
+    """
     ranges = []
     # An empty list is allowed and repeats the run unchanged.
     if samples is not None and (not Path(samples).is_file() or Path(samples).read_bytes().strip()):

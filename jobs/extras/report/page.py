@@ -79,10 +79,11 @@ class ClassAccuracy(NamedTuple):
 def write_report(
     paths: Sequence[Path], output: Path, stores: Mapping[Path, Storage] | None = None, *, with_replay: bool = True
 ) -> Path:
-    """Write the report of one or several runs; return the path. Raises UsageError if there is no run, and OSError.
+    """Write the report of one or several runs, and return its path.
 
     If a path is the local copy of a run in an object store, `stores` maps the path to that store. `with_replay` adds
-    parts that take seconds: the batches of spikes, which need torch, and images stored in an object store.
+    parts that take seconds: the batches of spikes, which need torch, and images stored in an object store. Raises
+    UsageError if there is no run, or OSError if a file cannot be read or written.
     """
     runs = [read_run(path, (stores or {}).get(path)) for path in paths]
     if len(runs) == 1:

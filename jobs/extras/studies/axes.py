@@ -22,7 +22,10 @@ AT_A_STEP = ("parameters", "gmacs", "exaflops", "samples", "steps")
 
 
 def axes_of(stage: Stage, folder: Path) -> dict[str, float]:
-    """Return the axes of a finished stage or, if it does not train, only its model's size. Raises DataError."""
+    """Return a finished stage's size and cost or, if the stage does not train, only the size of its model.
+
+    Raises DataError if a record was altered.
+    """
     model = stage.model
     if model is None:
         return {}
@@ -50,7 +53,7 @@ def axes_of(stage: Stage, folder: Path) -> dict[str, float]:
 
 
 def axes_at(cfg: TrainConfig, model: ModelConfig, step: int, steps: int) -> dict[str, float]:
-    """Return the axes after step `step` of a stage with `steps` steps in total; the stage need not have run.
+    """Return a stage's size and cost after step `step` of `steps`; the stage need not have run.
 
     The steps of a branch are counted from step 0 of the trunk.
     """

@@ -312,7 +312,7 @@ def stages_of(
 
 
 def seeded(stem: str, section: Section, seeds: list[int], row: str, values: Section | None = None) -> dict[str, Run]:
-    """Return the runs of one table row by name: one run per seed, or a single run without seeds."""
+    """Return the runs of one table row by name: one run per seed, or a single run if there are no seeds."""
     if not seeds:
         return {stem: Run(section, row, None, values or {})}
     runs = {}
@@ -416,7 +416,7 @@ def make_absolute(name: str, section: dict[str, Any], patterns: Sequence[str], a
 
 
 def absolute_fields(fields: Section, patterns: Sequence[str], where: str, absolute: MakeAbsolute) -> dict[str, object]:
-    """Return a sweep's fields, or lists of values, with relative paths made absolute."""
+    """Return a sweep's fields, whose values may be lists, with relative paths made absolute."""
     values = flat(fields, where)
     for key, value in values.items():
         # In `each`, the field follows the run's name and possibly `held_out`.

@@ -398,7 +398,7 @@ def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
 def fitted(cfg: FigureConfig, points: Sequence[Point], *, is_share: bool) -> dict[str, Any]:
     """Return the law fitted over the axes in `fit`, the forecast for the largest point, and the law's line over x.
 
-    If y is a share, the law describes the error, 1 − y. Raises ValueError if no law can be fitted.
+    If y is a proportion, the law describes the error, 1 − y. Raises ValueError if no law can be fitted.
     """
     x = np.array([list(point["axes"].values()) for point in points], float)
     y = np.array([point["y"] for point in points], float)

@@ -8,8 +8,8 @@
 3. A recipe's `budget` limits the compute of all its training stages; it is checked before the first stage starts.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -50,7 +50,7 @@ class Branches(TrainingExtra):
     inputs: ClassVar = {"law": Reads.FILE}
 
     def hooks(self, cfg: BranchConfig, context: Context) -> dict[str, dict[str, Any]]:  # type: ignore[override]
-        """Return the training hook for a branch; a law needs none, because the workers do not use it."""
+        """Return the training hook for a branch; a law needs no hook, because the workers do not use it."""
         return {} if cfg.first_step == 0 else {"pipeline.extras.branches:Branch": {}}
 
     def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
@@ -60,6 +60,50 @@ class Branches(TrainingExtra):
         if stage.config.law is not None:
             check_law(stage, available)
         yield from ()
+
+    def ways_to_train_longer(self, stage: Stage, before: Mapping[str, Any], available: Available) -> Iterator[str]:
+        """Yield the command that continues a stage as a branch, or the reason why its schedule does not allow this.
+
+        The command first trains the stage to its earlier length. The cool-down of the branch lasts a tenth of the total
+        number of steps.
+        """
+        cfg = stage.config
+        earlier = replace(cfg, steps=before.get("steps"), passes=before.get("passes"))
+        begin = planned_steps(earlier, available)
+        steps = planned_steps(cfg, available)
+        if begin is None or steps is None or steps <= begin or stage.source != stage.name or cfg.begin is not None:
+            return
+        is_alike = stage.model is None or has_one_shape(cfg.phases(MANY_STEPS, stage.model), stage.model)
+        if available.campaign.remote is not None or not is_alike:
+            return  # branches do not support this (check_branch)
+        schedule = cfg.optim.schedule
+        cooldown = int(before.get("optim.schedule.cooldown_steps") or 0)
+        if schedule.decay not in ("constant", "rsqrt") or cooldown:
+            cause = f"a cool-down of {cooldown} steps" if cooldown else f"decay {schedule.decay}"
+            yield (
+                f"{stage.name} cannot be extended exactly: with {cause} its learning rate already falls for step "
+                f"{begin}\n      a stage with {stage.source}.optim.schedule.decay=constant and no cool-down can be"
+            )
+            return
+        name = f"{stage.name}-longer"
+        settings = [f"{stage.source}.steps={begin}"]
+        if before.get("passes") is not None:
+            settings = [f"{stage.source}.steps=null", f"{stage.source}.passes={before['passes']}"]
+        if schedule.cooldown_steps:
+            settings.append(f"{stage.source}.optim.schedule.cooldown_steps=0")
+        for field, value in {
+            "kind": stage.kind.name,
+            "init": f"@{stage.name}",
+            "begin": begin,
+            "steps": steps,
+            "optim.schedule.cooldown_steps": min(max(steps // 10, 1), steps - begin),
+        }.items():
+            settings.append(f"{name}.{field}={value}")
+        yield (
+            f"extend it with a new cool-down: python -m jobs run RECIPE {' '.join(settings)}\n      "
+            f"{stage.name} ends at step {begin}; {name} continues it to step {steps} with the same optimizer state and "
+            "sample order, like one run of this length"
+        )
 
     def before(self, cfg: BranchConfig, context: Context) -> None:  # type: ignore[override]
         """Link the trunk's checkpoint as the first checkpoint of a branch, and log the forecast of a law."""
@@ -152,7 +196,8 @@ def check_branch(stage: Stage, available: Available) -> None:
 def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
     """Link the trunk's commit at step `begin` as the branch's first commit, from which the branch then resumes.
 
-    Raises DataError if the trunk has no such commit, and CheckpointError.
+    Raises DataError if the trunk has no such commit, CheckpointError if the commit is damaged, or OSError if its files
+    cannot be linked or copied.
     """
     trunk = Path(context.campaign.path_of(cfg.init or ""))
     commits = checkpoints_in(trunk / "checkpoints")
@@ -180,7 +225,7 @@ def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
 
 
 def check_law(stage: Stage, available: Available) -> None:
-    """Raise ConfigError if a law predicts a metric that the stage lacks, or needs axes unknown before the run."""
+    """Raise ConfigError if a law predicts a metric that the stage lacks, or needs a value unknown before the run."""
     law = stage.config.law
     link = reference(law)
     path = Path(available.campaign.path_of(law))

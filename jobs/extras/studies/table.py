@@ -68,7 +68,7 @@ TIES = "the highest mean; if equal, the first in the recipe"
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run in the table."""
+    """One run in a sweep's table."""
 
     stage: str = "???"  # reference to the run's stage, "@stage"
     row: str = ""  # row of the table; runs in the same row differ only by seed
@@ -194,7 +194,7 @@ class Table(StageKind):
     def run(self, cfg: TableConfig, context: Context) -> dict[str, object]:
         """Build and log the table.
 
-        Raises Diverged if a required run diverged, and DataError if a run lacks the metric of the table.
+        Raises Diverged if a required run diverged, or DataError if a run lacks the metric of the table.
         """
         results = []
         for name, run_config in cfg.runs.items():

@@ -101,7 +101,10 @@ def logs(run: Run, _debug: Debug = False) -> Answer:
 
 
 def follow(run: str) -> Answer:
-    """Print a job's output until the job ends; the exit code is that of its run. Raises ClusterError."""
+    """Print a job's output until the job ends; return an answer with the exit code of its run.
+
+    Raises ClusterError if the driver was killed, or if the cluster does not respond.
+    """
     from jobs.extras.submit import submission
 
     job = submission.logs(run)
@@ -160,12 +163,12 @@ def list_jobs(_debug: Debug = False) -> Answer:
 
 
 def job_record(job: "RayJob") -> dict[str, Any]:
-    """Return a job as part of a document."""
+    """Convert a job to plain values for a document."""
     return {**asdict(job), "started": job.started}
 
 
 def job_lines(document: Document) -> Iterator[str]:
-    """Yield two lines per job: status, start time without seconds, run; then progress, or why the job is queued."""
+    """Yield two lines per job: its status, start time and run; then its progress, or the reason why it is queued."""
     from jobs.cluster.ray import WAITING
 
     if not document["jobs"]:

@@ -108,7 +108,7 @@ def submit(
     """Ship the checkout to the cluster and run `command` in it, as the next job of `run`.
 
     Raises RunOwned if the run has a pending or running job, UsageError for secrets in `environment`, an oversized
-    checkout or a link that leads out of the checkout, and ClusterError if there is no cluster.
+    checkout or a link that leads out of the checkout, or ClusterError if there is no cluster.
     """
     # Check these before connecting: Ray shows a job's environment to everybody, and rejects more than 100 MiB with HTTP
     # status 413.
@@ -277,7 +277,7 @@ def _tail(client: "JobSubmissionClient", job_id: str, skip: int = 0) -> "queue.Q
 
 
 def _within(seconds: float, work: Callable[[], Value]) -> Value:
-    """Return the result of `work`, or raise TimeoutError after `seconds`; its thread then keeps running."""
+    """Return the result of `work`, or raise TimeoutError after `seconds`; `work` then keeps running in its thread."""
     future: Future[Value] = Future()
 
     def run() -> None:
@@ -352,7 +352,7 @@ def check_upload_size(checkout: Checkout, root: Path) -> int:
 
 
 def _connect() -> "JobSubmissionClient":
-    """Return a client for the cluster named by environment variables or, without them, for one on this machine."""
+    """Return a client for the cluster named by environment variables or, if none is set, for a local cluster."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     # Call this before importing Ray, because it sets a variable that Ray reads at import.
     use_token_if_any()
@@ -442,8 +442,8 @@ def _latest_job(client: "JobSubmissionClient", run: str) -> RayJob:
 def stop_holder(storage: Storage, seen: SeenLease, log: Callable[[str], None], patience_s: float) -> None:
     """Tell the command that owns a run, on any machine, to commit and stop; return once it has ended.
 
-    The command sees the request at its next renewal. Raises ClusterError if it does not end in time, UsageError if
-    Slurm or systemd would restart it, StorageError.
+    The command sees the request when it next renews its lease. Raises ClusterError if the command does not end in time,
+    UsageError if Slurm or systemd would restart it, or StorageError if the storage fails.
     """
     for kind, words in STOP_COMMANDS.items():
         if seen.record is not None and seen.record["job"].startswith(kind):

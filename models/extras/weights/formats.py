@@ -1,7 +1,7 @@
 """Read and write the weight formats of other projects: `models.load`, `models.save` and others call this module.
 
 How `load` recognises a path, first match wins:
-1. a name that contains .npz is an official file;
+1. a file whose name contains .npz is an official file;
 2. a .pth file comes from DINOv2, from DINOv3, or from a repository that uses timm's names;
 3. a .safetensors file, or a directory with model.safetensors, comes from timm or Hugging Face; config.json or the keys
    show which.
@@ -46,7 +46,7 @@ def load(path: str | Path, config: ConfigFields) -> tuple[dict[str, Tensor], Mod
         file = file / THEIR_WEIGHTS
     if file.suffix != ".safetensors" or not file.is_file():
         raise ValueError(
-            f"{path} is not a folder with {CONFIG} or {THEIR_WEIGHTS}, nor a .safetensors, .npz or .pth file\n"
+            f"{path} is not a folder with {CONFIG} or {THEIR_WEIGHTS}, and not a .safetensors, .npz or .pth file\n"
             "  convert other files to safetensors first"
         )
     # The file is timm's or Hugging Face's.
@@ -73,7 +73,7 @@ def class_names(described: dict[str, Any]) -> list[str]:
 
 
 def form_of(path: str | Path) -> dict[str, Any]:
-    """Return the architecture that another library's files name, so that an export can use the same one.
+    """Return the architecture named in another library's files, so that an export can use the same architecture.
 
     The result contains transformers' model_type, or timm's architecture with its arguments; it is empty if the files
     name neither.

@@ -1,4 +1,4 @@
-"""Reads and writes directories for transformers' `from_pretrained`, in the families of hf_families.py (SPEC 6.2).
+"""Read and write directories for transformers' `from_pretrained`, in the families of hf_families.py (SPEC 6.2).
 
 How a file is read:
 1. `model_type` in config.json names the family; a file without config.json is a ViT;
@@ -12,7 +12,7 @@ How a file is read:
     gives activation="gelu", norm_eps=1e-12, heads=12, image_size=(224, 224)
     vit.encoder.layer.0.attention.attention.query.weight is the first third of blocks.0.attention.qkv.weight
 
-How a model is written: as the first family whose model in transformers computes the same (`Family.differences`).
+A model is written as the first family whose model in transformers computes the same (`Family.differences`).
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def family_of(described: ForeignConfig) -> tuple[Family, ForeignConfig]:
     if name not in FAMILIES:
         reason = ""
         if name.startswith("siglip2"):
-            reason = "; its SigLIP 2 takes images of any size (NaFlex), those of a fixed size have model_type siglip"
+            reason = "; of SigLIP 2, only models for images of a fixed size (siglip) are supported, not NaFlex"
         known = ", ".join((*FAMILIES, *TWO_TOWERS))
-        raise ValueError(f"transformers' model type {name} is not one of {known}{reason}")
+        raise ValueError(f"the model type {name} of transformers is not supported; expected one of {known}{reason}")
     return FAMILIES[name], described
 
 
@@ -76,7 +76,9 @@ def load(
     (embedding,) = family.layout("", known).keys("embedding.weight")
     prefixes = [key.removesuffix(embedding) for key in stored if key.endswith(embedding)]
     if len(prefixes) != 1:
-        raise ValueError(f"expected one {embedding} among {len(stored)} keys, found {len(prefixes)}")
+        raise ValueError(
+            f"expected exactly one {embedding} among the {len(stored)} keys of the file, found {len(prefixes)}"
+        )
     (prefix,) = prefixes
     dropped = list(family.unread)
     if overrides.get("classes") == 0:
@@ -133,11 +135,11 @@ def save(
     the weights were imported; it is preferred if it can compute this model. Raises ValueError if no family can.
     """
     if not isinstance(config, ViTConfig) or config.family != "vit":
-        raise ValueError(f"transformers' ViT has no family {config.family}; save as npz or safetensors")
+        raise ValueError(f"transformers has no model of family {config.family}; save as npz or safetensors")
     if config.classes == 1 and loss == "softmax":
         raise ValueError(
-            "transformers' ViT has no softmax over a single class, which is always 1 (train a single class with "
-            "sigmoid); save as npz or safetensors"
+            "transformers does not support softmax over a single class, whose probability is always 1; save as npz or "
+            "safetensors, or train a single class with sigmoid"
         )
     # The families to try: that of the import, then the order of the table.
     families = list(FAMILIES.values())
@@ -149,7 +151,7 @@ def save(
         if not reasons:
             return tensors_of(family, state, config, class_names, loss)
         if nearest is None or len(reasons) < nearest[0]:
-            nearest = (len(reasons), f"transformers' {family.title} has no {', no '.join(reasons)}")
+            nearest = (len(reasons), f"{family.title} in transformers has no {', no '.join(reasons)}")
     assert nearest is not None
     raise ValueError(f"{nearest[1]}; save as npz or safetensors")
 

@@ -1,9 +1,9 @@
-"""The ViT families of transformers: their parameter names, and for each of their models the equivalent ViT of ours.
+"""The ViT families of transformers: their parameter names, and our equivalent ViT for each of their models.
 
 A family is a class, because each reads and writes its config.json in its own way:
 
-1. `known` returns the fields of our config that a config.json determines, or raises ValueError with the reason why no
-   ViT of ours computes the model;
+1. `known` returns the fields of our config that a config.json determines, or raises ValueError with the reason why none
+   of our ViTs computes the model;
 2. `layout` maps our names to the keys of its files;
 3. `adapt` converts tensors stored in a different form from ours, and `restore` converts them back;
 4. `describe` returns the config.json for our config. The family supports a config only if `known` recovers it from this
@@ -41,7 +41,7 @@ THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_ge
 
 
 def packed(name: str, parts: tuple[str, str, str], has_key_bias: bool = True) -> Packed:
-    """Return the rules by which a packed projection, with the name `name` in files, is stored as three tensors."""
+    """Return the rules that split the packed projection `name` into three stored tensors, whose names are `parts`."""
     rows: Packed = ((name, parts),)
     if not has_key_bias:
         queries, _, values = parts
@@ -50,7 +50,7 @@ def packed(name: str, parts: tuple[str, str, str], has_key_bias: bool = True) ->
 
 
 class Family:
-    """Base class of all families; by itself it is the family ViT."""
+    """Base class of all families; the base class itself is the family ViT."""
 
     model_type = "vit"
     title = "ViT"
@@ -92,9 +92,11 @@ class Family:
         values = {**self.defaults, **described} if described else dict(self.defaults)
         activation = values["hidden_act"]
         if activation not in ACTIVATIONS:
-            raise ValueError(f"hidden_act {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"hidden_act is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
         if values.get("pooler_act", "tanh") != "tanh":
-            raise ValueError(f"pooler_act is {values['pooler_act']!r}, but our representation layer uses tanh")
+            raise ValueError(
+                f"pooler_act is {values['pooler_act']!r}, expected tanh; other activations are not supported"
+            )
         known: ConfigFields = {"activation": ACTIVATIONS[activation], "norm_eps": values["layer_norm_eps"]}
         # Without a config.json, shapes and the table of sizes determine these.
         if described:
@@ -113,11 +115,11 @@ class Family:
         return Layout(tuple(names), self.packed(known), shape_of=self.stored_shape)
 
     def packed(self, known: ConfigFields) -> Packed:
-        """Return the rules by which packed parameters are stored as several tensors."""
+        """Return the rules that split packed parameters into several stored tensors."""
         return packed(".qkv.", self.parts)
 
     def stored_shape(self, key: str, shape: Shape, config: ModelConfig) -> Shape:
-        """Return the shape in which a parameter, of shape `shape` in our model, is stored."""
+        """Return the stored shape of a parameter whose shape in our model is `shape`."""
         return shape
 
     def adapt(self, stored: dict[str, Tensor], prefix: str, known: ConfigFields) -> dict[str, Tensor]:
@@ -160,7 +162,7 @@ class Family:
         return {"representation": None if config.classes else config.representation} if self.pooler else {}
 
     def as_stored(self, config: ViTConfig) -> ViTConfig:
-        """Return the equivalent config in a file of this family, which stores positions as one learned table."""
+        """Return the equivalent config for this family's files, which store positions as one learned table."""
         if config.positions == "none":
             return config
         return replace(config, positions="learned", class_slot=self.slots > 0)
@@ -299,7 +301,7 @@ class DINOv2(Family):
 
 
 def mlp_ratio(hidden: int, width: int, is_gated: bool) -> int:
-    """Return DINOv2's mlp_ratio for an MLP of this hidden width. Raises ValueError if there is none."""
+    """Return DINOv2's mlp_ratio for an MLP of this hidden width; raises ValueError if no integer ratio matches."""
     # transformers accepts only whole numbers.
     for ratio in range(1, 17):
         result = width * ratio
@@ -384,19 +386,28 @@ class DINOv3(Family):
         values = {**self.defaults, **described}
         is_gated = values["use_gated_mlp"]
         if is_gated and values["hidden_act"] != "silu":
-            raise ValueError(f"a gated MLP with hidden_act {values['hidden_act']!r} is not SwiGLU")
+            raise ValueError(
+                f"hidden_act is {values['hidden_act']!r}, expected silu; other gated MLPs are not supported"
+            )
         known = super().known({**values, "hidden_act": "gelu"} if is_gated else values)
         if is_gated:
             known["activation"] = "swiglu"
         if values["rope_theta"] != 100.0:
-            raise ValueError(f"rotary positions with base {values['rope_theta']}, not 100")
+            raise ValueError(
+                f"rope_theta is {values['rope_theta']}, expected 100; rotary positions with another base are not "
+                "supported"
+            )
         biases = (values["query_bias"], values["key_bias"], values["value_bias"])
         if biases not in QKV_BIASES:
             raise ValueError(
-                "a combination of query, key and value biases other than all three, all but the key's, or none"
+                f"query_bias, key_bias and value_bias are {biases}, expected all true, all false, or only key_bias "
+                "false; other combinations are not supported"
             )
         if values["proj_bias"] != values["mlp_bias"]:
-            raise ValueError("biases in the attention's output projection or the MLP, but not in both")
+            raise ValueError(
+                f"proj_bias is {values['proj_bias']} and mlp_bias is {values['mlp_bias']}, expected equal values; "
+                "other models are not supported"
+            )
         return {
             **known,
             "qkv_bias": QKV_BIASES[biases],
@@ -510,8 +521,8 @@ class CLIP(Family):
         bias = tensors.pop("visual_projection.bias", None)
         if bias is not None and bool(bias.any()):
             raise ValueError(
-                "transformers' CLIP vision tower has no bias in its projection; save as timm or safetensors, or "
-                "export the weights from before the head was trained"
+                "the projection of CLIP in transformers has no bias, but this model's has; save as timm or "
+                "safetensors, or export the weights from before the head was trained"
             )
         return tensors
 

@@ -138,7 +138,7 @@ def with_learned_positions(
 
 
 def unlearnable_positions(config: ViTConfig) -> list[str]:
-    """Return why a learned table cannot replace a model's positions; an empty list if `with_learned_positions` can."""
+    """Return the reasons why a learned table cannot replace a model's positions; an empty list if it can."""
     if config.positions == "relative":
         return ["relative positions"]
     if config.positions == "none":
@@ -207,7 +207,8 @@ def vit_config(
 ) -> ViTConfig:
     """Infer the config of stored weights; fields in `known` (from a file or the caller) override inferred ones.
 
-    With `infer_switches`, a missing parameter switches its layer off or on; otherwise the paper's ViT is expected.
+    With `infer_switches`, the presence of parameters decides which optional layers are on; otherwise the layers of the
+    paper's ViT are expected.
     Raises ValueError if the keys do not belong to a ViT, or if neither shapes nor `known` determine a field.
     """
     # Stored shapes by our names; for a packed parameter, the shape of its first part.
@@ -219,7 +220,9 @@ def vit_config(
     hidden = shapes.get("blocks.0.mlp.up.weight") or shapes.get("blocks.0.mlp.gate_up.weight")
     if "embedding.weight" not in shapes or hidden is None:
         key = layout.keys("embedding.weight")[0]
-        raise ValueError(f"no {key} and no blocks among {len(stored)} keys: not a ViT in a supported format")
+        raise ValueError(
+            f"the file has {len(stored)} keys, but no {key} and no blocks, so it is not a ViT in a supported format"
+        )
 
     # JAX stores (rows, columns, in, out), torch (out, in, rows, columns).
     if layout.kernels_last:
@@ -265,13 +268,13 @@ def vit_config(
         heads_by_width = {width: heads for width, _, _, heads in SIZES.values()}
         width = config["width"]
         if width not in heads_by_width and width % CHANNELS_PER_HEAD:
-            raise ValueError(f"the file does not determine the number of heads for width {width}: pass heads=")
+            raise ValueError(f"the file does not determine the number of heads for width {width}; pass heads=NUMBER")
         config["heads"] = heads_by_width.get(width, width // CHANNELS_PER_HEAD)
     return checked(ViTConfig, with_positions(config, shapes.get("positions.0.table")))
 
 
 def switches_of(stored: dict[str, Tensor], layout: Layout) -> ConfigFields:
-    """Return the switches of the config, inferred from which parameters are stored."""
+    """Return the switches of the config, inferred from the presence or absence of stored parameters."""
     switches: ConfigFields = {}
     for field, name, present, absent in PRESENT:
         switches[field] = present if layout.keys(name)[0] in stored else absent
@@ -289,14 +292,16 @@ def switches_of(stored: dict[str, Tensor], layout: Layout) -> ConfigFields:
 
 
 def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
-    """Add config fields inferred from the position table's shape (1, slots + patches, D).
+    """Return `config` with additional fields inferred from the position table's shape (1, slots + patches, D).
 
     The fields are the kind of positions, the slots and a square image size. Existing fields do not change. Raises
     ValueError if the table does not fit them.
     """
     if table is None:
         if "image_size" not in config:
-            raise ValueError("without a position table, the image size is unknown: pass image_size=(height, width)")
+            raise ValueError(
+                "the file has no position table, so the image size is unknown; pass image_size=(height, width)"
+            )
         # A fixed table is not stored: without a table but with a known size, it is big_vision's sincos2d.
         return {"positions": "sincos2d", "class_slot": False, **config}
     length = table[1]
@@ -314,15 +319,17 @@ def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
             if side**2 + slots == length:
                 break
         else:
-            raise ValueError(f"{length} position entries do not form a square grid: pass image_size=(height, width)")
+            raise ValueError(
+                f"the {length} entries of the position table do not form a square grid; pass image_size=(height, width)"
+            )
         config["image_size"] = (side * rows_stride, side * columns_stride)
     height, width = config["image_size"]
     patches = (height // rows_stride) * (width // columns_stride)
     # A table has entries for all prefix tokens or for none of them (docs/models.md).
     if length not in (patches, patches + prefix):
         raise ValueError(
-            f"image_size {config['image_size']} has {patches} patches and {prefix} prefix tokens, the file has "
-            f"{length} position entries; load it at its own size and resize it with models.transfer"
+            f"image_size={config['image_size']} needs {patches + prefix} position entries ({patches} patches, {prefix} "
+            f"prefix tokens), but the file has {length}; load the file without image_size, then use models.transfer"
         )
     return {"class_slot": length == patches + prefix, **config}
 

@@ -106,7 +106,7 @@ BIG_VISION = Layout(((r"^positions\.0\.table$", BIG_VISION_POSITIONS), *VIT), PA
 
 
 def layout_of(config: ModelConfig) -> Layout:
-    """Return the layout of the code base that defines this config."""
+    """Return the parameter layout used by the code base that defines this config."""
     # The pool's padding identifies the kind of BiT: -inf for big_vision, zeros for the published code (SPEC 1.8).
     if isinstance(config, BiTConfig) and config.pool_padding == "zero":
         return Layout(BIT, kernels_last=True, shape_of=stored_shape)
@@ -182,8 +182,10 @@ def check_sizes(archive: zipfile.ZipFile, keys: list[str], file: str) -> None:
     file_bytes = os.path.getsize(file)
     if unpacked_bytes > max(MAX_EXPANSION * file_bytes, SMALL_BYTES):
         raise ValueError(
-            f"it would unpack from {file_bytes / 1e6:.1f} MB to {unpacked_bytes / 1e6:,.0f} MB, unlike real weights\n"
-            f"  expected at most {MAX_EXPANSION} times the file; if you trust it, save it again with numpy.savez"
+            f"it would unpack from {file_bytes / 1e6:.1f} MB to {unpacked_bytes / 1e6:,.0f} MB, far more than real "
+            "weights would\n"
+            f"  expected at most {MAX_EXPANSION} times the file size; if you trust the file, save it again with "
+            "numpy.savez"
         )
 
     for key, entry in entries.items():
@@ -197,7 +199,8 @@ def check_sizes(archive: zipfile.ZipFile, keys: list[str], file: str) -> None:
         claimed_bytes = math.prod(shape) * dtype.itemsize
         if claimed_bytes != content_bytes and not dtype.hasobject:
             raise ValueError(
-                f"{key}: its header claims {shape} of {dtype}, {claimed_bytes} bytes, but it has {content_bytes}\n"
+                f"{key}: its header describes {shape} of {dtype}, {claimed_bytes} bytes, but the entry has "
+                f"{content_bytes} bytes\n"
                 "  the file is damaged or truncated; download it again"
             )
 
@@ -278,7 +281,10 @@ def infer(stored: dict[str, Tensor], overrides: ConfigFields) -> ModelConfig:
 
 
 def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> None:
-    """Write a file in the layout of current vit_jax, or of big_vision if only it fits; ValueError if neither fits."""
+    """Write a file in the layout of current vit_jax, or in big_vision's if only that one can store the model.
+
+    Raises ValueError if neither can store the model.
+    """
     # The format lacks names for some parts of a ViT; for ResNets it has all.
     reasons = []
     if config.family not in ("vit", "bit"):
@@ -297,7 +303,7 @@ def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> Non
         if config.activation not in ACTIVATIONS:
             reasons.append(f"activation {config.activation}")
     if reasons:
-        raise ValueError(f"an official .npz cannot hold {', '.join(reasons)}; save as safetensors")
+        raise ValueError(f"the official .npz format does not support {', '.join(reasons)}; save as safetensors")
     # The file cannot store these two settings, and its readers use the original values.
     if isinstance(config, ViTConfig) and (config.activation != "gelu_tanh" or config.norm_eps != 1e-6):
         warnings.warn("the original computes gelu_tanh with norm_eps 1e-6: logits will differ", stacklevel=3)

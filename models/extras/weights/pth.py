@@ -1,4 +1,4 @@
-"""Reads and writes the `.pth` files of DINOv2 and DINOv3, and reads those of repositories that use timm's names.
+"""Read and write the `.pth` files of DINOv2 and DINOv3, and read those of repositories that use timm's names.
 
 How a file is read:
 1. unpickle tensors only: torch's weights-only loading executes no code from the file;
@@ -69,12 +69,12 @@ def load(path: Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], ViTCon
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{path} is not a file of tensors: {reason}\n"
+            f"{path} cannot be read as a file of tensors: {reason}\n"
             "  pickled checkpoints (.pth, .bin) with other objects are not supported: convert them to safetensors first"
         ) from None
     stored = unwrapped(contents)
     if not stored:
-        raise ValueError(f"{path} contains no tensors with names, so it is not a ViT in a supported format")
+        raise ValueError(f"{path} contains no named tensors, so it is not a ViT in a supported format")
     masks = {}
     for key in list(stored):
         if key.endswith(".bias_mask"):
@@ -122,9 +122,10 @@ def heads_of(width: int) -> int:
 
 
 def dinov2_fields(stored: dict[str, Tensor]) -> ConfigFields:
-    """Return the config fields fixed by DINOv2's code; the class token's position embedding is folded into the token.
+    """Return the config fields fixed by DINOv2's code.
 
-    It is folded only in a model with registers, which have no position embeddings.
+    In a model with registers, which have no position embeddings, the class token's position embedding is folded into
+    the token; this changes `stored`.
     """
     width = stored["cls_token"].shape[-1]
     if "register_tokens" in stored:
@@ -144,11 +145,15 @@ def dinov3_fields(stored: dict[str, Tensor], masks: dict[str, Tensor]) -> Config
     periods = stored.pop("rope_embed.periods", None)
     # Rounded to bfloat16, a period differs by up to 0.4 %.
     if periods is not None and not torch.allclose(periods, rope_periods(4 * len(periods)), rtol=0.01):
-        raise ValueError(f"the rotary periods of this DINOv3 are not those of base {BASE:g}")
+        raise ValueError(
+            f"this DINOv3 model has rotary positions with a base other than {BASE:g}, which is not supported"
+        )
     if periods is not None:
         heads = width // (4 * len(periods))
     if "cls_norm.weight" in stored:
-        raise ValueError("this DINOv3 normalises the class token and the patches separately, which is not supported")
+        raise ValueError(
+            "this DINOv3 model normalises the class token and the patches separately, which is not supported"
+        )
     for name in ("local_cls_norm.weight", "local_cls_norm.bias"):
         stored.pop(name, None)  # of small crops in pretraining
     qkv_bias = "all"
@@ -156,7 +161,9 @@ def dinov3_fields(stored: dict[str, Tensor], masks: dict[str, Tensor]) -> Config
         expected = torch.ones(3, len(mask) // 3)
         expected[1] = 0
         if not torch.equal(mask, expected.flatten()):
-            raise ValueError(f"{name}_mask is not zero for the keys and one for queries and values")
+            raise ValueError(
+                f"{name}_mask has unsupported values; expected 0 for the keys, and 1 for the queries and values"
+            )
         q, _, v = stored[name].chunk(3)
         stored[name] = torch.cat([q, v])
         qkv_bias = "qv"
@@ -165,7 +172,7 @@ def dinov3_fields(stored: dict[str, Tensor], masks: dict[str, Tensor]) -> Config
 
 
 def gated_field(stored: dict[str, Tensor]) -> ConfigFields:
-    """Return the activation if the file's MLPs are SwiGLU."""
+    """Return {"activation": "swiglu"} if the file's MLPs are SwiGLU; otherwise an empty dict."""
     return {"activation": "swiglu"} if any(".mlp.w3." in key for key in stored) else {}
 
 
@@ -190,7 +197,10 @@ def preprocessing_of(config: ViTConfig) -> Preprocessing | None:
 
 
 def save(state: dict[str, Tensor], config: ModelConfig, path: Path) -> None:
-    """Write a file that `load_state_dict` of DINOv2 or DINOv3 accepts. Raises ValueError if neither has this model."""
+    """Write a file that `load_state_dict` of DINOv2 or DINOv3 accepts.
+
+    Raises ValueError if neither supports this model.
+    """
     if not isinstance(config, ViTConfig) or config.family != "vit":
         raise ValueError(f"DINOv2 and DINOv3 have no models of family {config.family}; save as safetensors")
     is_dinov3 = config.rope == "dinov3"

@@ -1,4 +1,4 @@
-"""Reads and writes timm's `VisionTransformer` and `Eva`: folders for `timm.create_model("local-dir:...")`, and files.
+"""Read and write timm's `VisionTransformer` and `Eva`: folders for `timm.create_model("local-dir:...")`, and files.
 
 How a file is read:
 1. reject unsupported models, with the reason: UNSUPPORTED_KEYS, UNSUPPORTED_NAMES, CHANGES;
@@ -248,7 +248,7 @@ def stem_of(stored: dict[str, Tensor]) -> tuple[int, ...]:
 
 
 def eva_fields(arguments: ForeignConfig) -> ConfigFields:
-    """Return the fields determined by Eva's arguments; ValueError for rotary positions missing from ROPES."""
+    """Return the fields determined by Eva's arguments; raises ValueError if its rotary positions are not supported."""
     known: ConfigFields = {}
     if "attn_pool_num_heads" in arguments:
         known["map_heads"] = arguments["attn_pool_num_heads"]
@@ -283,14 +283,17 @@ def refuse_unsupported(stored: dict[str, Tensor], architecture: str) -> None:
 
 
 def class_names(described: ForeignConfig) -> list[str]:
-    """Return the class names of a config.json, in the order of the outputs, if timm itself would use them."""
+    """Return the class names of a config.json, in the order of the outputs; an empty list if their order is unknown."""
     names = described.get("label_names") or described.get("pretrained_cfg", {}).get("label_names") or []
     # timm writes a dict if class numbers are missing; the position of a name then means nothing.
     return list(names) if isinstance(names, list) else []
 
 
 def form_of(stored: Mapping[str, Tensor], described: ForeignConfig) -> ForeignConfig:
-    """Return the architecture and arguments with which `save` writes the same model again; empty if it has no name."""
+    """Return the architecture and arguments with which `save` writes the same model again.
+
+    The result is empty if `described` names no architecture.
+    """
     if not described.get("architecture"):
         return {}
     return {
@@ -438,7 +441,7 @@ def refuse(reasons: dict[str, bool]) -> None:
     """Raise ValueError naming the parts of a model that timm's module does not have."""
     wrong = [reason for reason, applies in reasons.items() if applies]
     if wrong:
-        raise ValueError(f"timm has no {', no '.join(wrong)} in this model; save as safetensors")
+        raise ValueError(f"timm's version of this model has no {', no '.join(wrong)}; save as safetensors")
 
 
 def vit_arguments(config: ViTConfig) -> tuple[str, ConfigFields]:

@@ -1,7 +1,7 @@
 """Checks the process group's collectives with tensors whose results every worker knows in advance.
 
 In:  worker r of 4 contributes r + 1 to each element
-Out: [] if the sum is 10 everywhere; otherwise a text for each wrong collective
+Out: [] if the sum is 10 everywhere; otherwise a description of each wrong result
 """
 
 import torch
@@ -14,7 +14,7 @@ ELEMENTS = 4099  # a prime: workers get parts of different lengths
 
 
 def contribution(rank: int, world: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a worker's addend: small whole numbers whose sum over the workers is exact in this data type."""
+    """Return a worker's contribution to a sum: small integers whose sum over all workers is exact in this data type."""
     places = torch.arange(ELEMENTS, device=device)
     if dtype in (torch.bfloat16, torch.uint8):
         # Whole numbers are exact only up to 256 and 255, so each element gets a number other than 0 from one worker.
@@ -23,7 +23,7 @@ def contribution(rank: int, world: int, dtype: torch.dtype, device: torch.device
 
 
 def wrong_collectives(dtypes: list[torch.dtype], device: torch.device, *, is_exact: bool) -> list[str]:
-    """Collective: return a text for each collective and data type with a wrong result on this worker.
+    """Collective: return a description of each collective's wrong result on this worker, by data type.
 
     With `is_exact`, also check the exchange between two workers, which exact mode uses.
     """

@@ -43,7 +43,7 @@ class WrongEngine(PatchlineError):
 
 @dataclass(frozen=True)
 class EngineCheckConfig(TrainConfig):
-    """Adds `check_engine` to a trained stage."""
+    """Adds the config field `check_engine` to trained stages."""
 
     # before the first step, compare a small model's gradient, norm, clipping and update with plain torch's
     # (docs/design/engine-check.md)
@@ -58,7 +58,10 @@ class EngineCheck(Hook):
     Config = EngineCheckConfig
 
     def begin(self, worker: "Setup", progress: "Progress") -> None:
-        """Collective: check the engine, unless this run has passed the same check. Raises WrongEngine."""
+        """Collective: check the engine, unless this run has passed the same check.
+
+        Raises WrongEngine on all workers if any result is wrong.
+        """
         import torch.distributed as dist  # imported here because checking a recipe does not need torch
 
         group = worker.group
@@ -90,7 +93,7 @@ class EngineCheck(Hook):
 
 
 def conditions_of(worker: "Setup") -> dict[str, Any]:
-    """Collective: return everything on which the result of the check depends, as JSON values."""
+    """Collective: return all conditions that can affect the result of the check, as JSON values."""
     import torch
     import torch.distributed as dist
 
@@ -122,7 +125,7 @@ def conditions_of(worker: "Setup") -> dict[str, Any]:
 
 
 def read_passed(path: Path) -> dict[str, Any]:
-    """Return the checks that this run has passed, by the digest of their conditions; {} without a readable record."""
+    """Return the checks that this run has passed, by digest of their conditions; {} if no record can be read."""
     try:
         return dict(read_record(path)["passed"])
     except (DataError, OSError):
@@ -130,7 +133,7 @@ def read_passed(path: Path) -> dict[str, Any]:
 
 
 def check(cfg: TrainConfig, model: ModelConfig, device: Any, seed: int = 0) -> list[str]:
-    """Collective: return a text for each wrong result on this worker: of the collectives first, then of the engine."""
+    """Collective: check the collectives, then the engine; return a description of each wrong result on this worker."""
     import torch
     import torch.distributed as dist
 
@@ -157,7 +160,7 @@ def check(cfg: TrainConfig, model: ModelConfig, device: Any, seed: int = 0) -> l
 
 
 def message_of(wrong: list[list[str]], conditions: dict[str, Any]) -> str:
-    """Describe the differences of all workers: what was found, what was expected, and what to do."""
+    """Return the error message for the wrong results on all workers, with expected values and a remedy."""
     workers_of: dict[str, list[int]] = {}  # text → ranks
     for rank, texts in enumerate(wrong):
         for text in texts[:MAX_NAMED]:

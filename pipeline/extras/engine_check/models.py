@@ -1,4 +1,4 @@
-"""Builds the small model on which the engine check trains: the run's kinds of layers, and one block of full width.
+"""Builds the small model that the engine check trains: the run's kinds of layers, and one block of full width.
 
 checked_config(config_of("B/16"), is_full_width=True)    a B/16 with one block, a small image and a small head
 """
@@ -24,7 +24,10 @@ NOISE = 0.05  # standard deviation of the noise added to the initial weights
 
 
 class CheckedModel(nn.Module):
-    """A narrow model of the run's kind, a model with one block of full width (optional), and a layer used twice."""
+    """A model with three parts: a narrow model of the run's kind, optionally a block of full width, and a layer.
+
+    The layer is used twice in each forward pass.
+    """
 
     def __init__(self, configs: list[ModelConfig], generator: Generator) -> None:
         super().__init__()
@@ -45,12 +48,12 @@ class CheckedModel(nn.Module):
         return logits + self.twice(self.twice(logits).tanh())
 
     def images(self, count: int, generator: Generator) -> list[Tensor]:
-        """Draw the images (count, 3, height, width) of every part."""
+        """Draw random input images (count, 3, height, width) for every part."""
         return [torch.randn(count, 3, *size, generator=generator) for size in self.sizes]
 
 
 def checked_config(config: ModelConfig, *, is_full_width: bool) -> ModelConfig:
-    """Return a config with the same kinds of layers: two narrow blocks, or one block of the model's own width."""
+    """Return a small config with the same kinds of layers: two narrow blocks, or one block of the original width."""
     if isinstance(config, BiTConfig):
         # A unit of the first stage is the smallest of a ResNet.
         units = (1,) if is_full_width else (1, 1)
@@ -90,6 +93,6 @@ def checked_config(config: ModelConfig, *, is_full_width: bool) -> ModelConfig:
 
 
 def stride_of(config: ViTConfig, stem: tuple[int, ...] | None) -> tuple[int, int]:
-    """Return the image pixels between neighbouring patches if the config had this stem."""
+    """Return the vertical and horizontal distance between patches, in pixels, for the config with this stem."""
     total = models.configs.stem_stride(stem)
     return config.patch[0] * total, config.patch[1] * total

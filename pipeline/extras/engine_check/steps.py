@@ -57,7 +57,7 @@ class Observed:
 
 
 def wrong_steps(cfg: TrainConfig, configs: list[ModelConfig], device: torch.device, seed: int = 0) -> list[str]:
-    """Collective: return a text for each result of the engine that differs from plain torch's on this worker."""
+    """Collective: return a description of each engine result on this worker that differs from plain torch's."""
     world = dist.get_world_size()
     generator = torch.Generator().manual_seed(seed)
     # Torch's layers draw from the global generator while they are constructed.
@@ -78,8 +78,35 @@ def wrong_steps(cfg: TrainConfig, configs: list[ModelConfig], device: torch.devi
             if any_worker(bool(wrong), device):
                 break  # later results would follow from the first difference
     finally:
-        engine.close()
+        release(engine)
     return wrong
+
+
+def release(engine: Engine) -> None:
+    """Close an engine and free its memory, which DeepSpeed's hooks at ZeRO 3 would keep until the process ends."""
+    values: list[object] = [
+        *engine.model.parameters(),
+        *engine.state.flats,
+        *engine.state.optimizer.state.values(),
+        *vars(engine.engine.optimizer).values(),
+    ]
+    # At ZeRO 3, DeepSpeed keeps each parameter's part as an attribute of the parameter.
+    for p in engine.model.parameters():
+        values += vars(p).values()
+    engine.close()
+    seen: set[int] = set()
+    while values:
+        value = values.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            value.grad = None
+            value.data = value.new_empty(0)
+        elif isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list | tuple):
+            values += value
 
 
 def build_engine(cfg: TrainConfig, model: nn.Module, decayed: set[str], world: int) -> Engine:
@@ -127,7 +154,7 @@ def wrong_step(
     decayed: set[str],
     step: int,
 ) -> list[str]:
-    """Collective: take a step with the engine, and return a text for each result that differs from plain torch's."""
+    """Collective: take a step with the engine; return a description of each result that differs from plain torch's."""
     device = batches[0][1].device
     # 1. The reference, from the engine's own weights: those of the first step are known, and their first update has
     #    been compared element by element.
@@ -207,9 +234,10 @@ def copy_masters(engine: Engine, plain: CheckedModel, exact: CheckedModel) -> No
 def reference(
     plain: CheckedModel, exact: CheckedModel, batches: list[tuple[list[Tensor], Tensor]]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Collective: return the mean gradient of all workers in float64, and a bound of the precision's error.
+    """Collective: return the mean gradient over all workers in float64, and a bound on the rounding error.
 
-    The bound has an element for each parameter: the mean over the workers of the norm of the difference.
+    The bound has an element for each parameter: the norm of the difference between the gradients in float64 and in the
+    run's precision, averaged over the workers.
     """
     sums = {}
     for model in (plain, exact):
@@ -273,7 +301,7 @@ def take_step(engine: Engine, batches: list[tuple[list[Tensor], Tensor]]) -> lis
 def wrong_updates(
     engine: Engine, observed: list[Observed], optim: OptimConfig, decayed: set[str], number: int
 ) -> list[tuple[float, str]]:
-    """Return (size, text) for each parameter whose update differs from the optimizer's formula in float64."""
+    """Return (error, description) for each parameter whose update differs from the optimizer's formula in float64."""
     wrong = []
     for part, fragment in zip(observed, engine.fragments(held=True), strict=True):
         gradient = part.gradient
@@ -300,7 +328,7 @@ def wrong_updates(
 
 
 def any_worker(is_true: bool, device: torch.device) -> bool:
-    """Collective: return whether the value is true on any worker."""
+    """Collective: return whether `is_true` is True on any worker."""
     flag = torch.tensor(float(is_true), dtype=torch.float64, device=device)
     dist.all_reduce(flag)
     return float(flag) > 0

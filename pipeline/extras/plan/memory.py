@@ -57,7 +57,7 @@ class MemoryNeed:
 
 
 def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> MemoryNeed:
-    """Return the memory that each of `world` workers needs. Raises TraceFailed."""
+    """Return the memory that each of `world` workers needs. Raises TraceFailed if the step cannot be traced."""
     recomputed = recomputed_blocks(cfg, model)
     arithmetic = batch_arithmetic(cfg, world)
     step = step_to_trace(cfg, model, world, arithmetic.accumulation, recomputed, is_gpu=is_gpu)
@@ -179,7 +179,7 @@ def check_fits(cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *, 
     """Raise ConfigError with suggested overrides if a worker of stage `name` needs more than `limit` bytes.
 
     Each suggested override is sufficient by itself. If no single override is, the error states the memory need with all
-    of them at their extreme values. Also raises TraceFailed.
+    of them at their extreme values. Raises TraceFailed if the step cannot be traced.
     """
 
     def needed(**changes: Any) -> int:

@@ -108,8 +108,9 @@ def step_to_trace(
     """Describe the training step of a stage for the tracer. Raises TraceFailed for a compiled step."""
     if cfg.compile:
         raise TraceFailed(
-            "steps with compile: true cannot be traced, because compiled kernels save different activations; set "
-            "compile=false to see the memory need of the step without compilation"
+            "steps with compile: true cannot be traced, because compiled kernels save different activations; to "
+            "estimate "
+            "the memory of the step without compilation, set compile=false"
         )
     micro_batches = min(accumulation, MAX_MICRO_BATCHES)
     if cfg.exact_parts:
@@ -150,7 +151,7 @@ def step_to_trace(
 
 
 def trace_of(step: StepToTrace) -> MemoryTrace:
-    """Return the trace of a step, from the cache or from the tracer. Raises TraceFailed."""
+    """Return the trace of a step, from the cache or from the tracer. Raises TraceFailed if the tracer fails."""
     trace = cached_trace(step)
     if trace is not None:
         return trace
@@ -166,7 +167,9 @@ def trace_of(step: StepToTrace) -> MemoryTrace:
         answer = run_tracer(step)
         trace = trace_in(answer)
         if trace is None:
-            raise TraceFailed(f"could not trace the step: unexpected output of the tracer: {answer[:LONGEST_REASON]}")
+            raise TraceFailed(
+                f"could not trace the step, because the tracer printed unexpected output: {answer[:LONGEST_REASON]}"
+            )
 
         # Cache the trace, and delete the least recently used ones.
         try:
@@ -181,7 +184,7 @@ def trace_of(step: StepToTrace) -> MemoryTrace:
 
 
 def run_tracer(step: StepToTrace) -> str:
-    """Trace a step in a separate process, and return its output. Raises TraceFailed."""
+    """Trace a step in a separate process, and return its output. Raises TraceFailed if the process fails."""
     environment = {
         **os.environ,
         # The tracer simulates a GPU with fake tensors and does not need one.

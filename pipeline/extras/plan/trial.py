@@ -83,7 +83,8 @@ def measured(records: Sequence[Record], stage: str, batch_size: int) -> dict[str
     saves = by_kind["checkpoint"]
     if not starts or not warm_ups or not steps or not saves:
         raise DataError(
-            f"{stage}: the trial recorded {steps} steps after the first {WARM_UP}, and {len(saves)} saves; expected "
+            f"{stage}: the trial recorded {steps} steps after the first {WARM_UP} steps, and {len(saves)} saves, "
+            "expected "
             "at least one of each\n  run the same command again"
         )
     step_s = seconds / steps
@@ -112,7 +113,9 @@ def read_trials(run: Path, key: str) -> list[Trial]:
         try:
             trial = Trial(**artifacts.read_record(path))
         except TypeError as error:
-            raise DataError(f"{path} is not a trial: {error}\n  delete it, and run the trial again") from None
+            raise DataError(
+                f"{path} is not a valid trial: {error}\n  delete the file, and run the trial again"
+            ) from None
         if trial.key == key:
             trials.append(trial)
     return sorted(trials, key=lambda trial: trial.world)

@@ -146,7 +146,10 @@ def acting_as_driver(folder: Path) -> Iterator[None]:
 
 
 def request_time(folder: Path, request: str) -> tuple[float, float] | None:
-    """Return the skew of this node's clock against the driver's, and its uncertainty, in seconds; None if no reply."""
+    """Return the skew of this node's clock against the driver's, and the skew's uncertainty, both in seconds.
+
+    Returns None if the driver does not reply.
+    """
     token = secrets.token_hex(16)
     name = request.replace(REQUEST, ANSWER)
     # Take the time before the write: the driver may answer while this node is still in fsync.

@@ -1,4 +1,4 @@
-"""Tasks that workers and nodes run for `jobs preflight`, which measures the resources for training without training.
+"""Tasks that workers and nodes run for `jobs preflight`, which measures a cluster's resources but does not train.
 
 In:  {"folder": "/runs/x/.preflight-…/shared", "is_shared": true, "sets": ["/data/train"], "largest_bytes": 344000000}
 Out: on rank 0, the reports of all workers: {"workers": [one report per worker], "network": {…}, …}
@@ -58,7 +58,7 @@ class PreflightReport(TypedDict):
 
 
 def own_report(device: torch.device) -> WorkerReport:
-    """Return this worker's report, without the tests of the folder and the data sets."""
+    """Return this worker's report; the tests of the folder and the data sets are not included."""
     shm_free = None
     with suppress(OSError):
         shm_free = shutil.disk_usage(SHARED_MEMORY).free

@@ -177,7 +177,8 @@ class TrainedStage:
     def masked(self, step: int) -> Sequence[Sequence[int]]:
         """Return the sample ranges masked up to a step, each with its first step, in the format of `Job.masked`.
 
-        A range takes effect at a commit, and is stored in that commit and all later ones. Raises CheckpointError.
+        A range takes effect at a commit, and is stored in that commit and all later ones. Raises CheckpointError if
+        the manifest of a commit is damaged.
         """
         later_commits = [commit for commit in self.commits if commit >= step]
         commit = min(later_commits, default=max(self.commits, default=None))
@@ -188,7 +189,7 @@ class TrainedStage:
     def link_start(self, start: int, target: Path) -> None:
         """Link the checkpoint of step `start` (0: none) into the folder `target`, and copy the list of excluded steps.
 
-        Repeated calls have no further effect. Raises OSError.
+        Repeated calls have no further effect. Raises OSError if a file cannot be linked or copied.
         """
         target.mkdir(parents=True, exist_ok=True)
         checkpoints = checkpoints_in(target / "checkpoints")

@@ -38,7 +38,7 @@ MIN_SPIKE = 2.0  # a metric below this multiple of the usual value is not a spik
 
 
 def search(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Collective: find the samples that cause the spike at a step; raises the same errors as training.
+    """Collective: find the samples that cause the spike at a step. Raises the same errors as training.
 
     In the result, non-finite numbers are None, rows are slots of the global batch, and `range` is a range for a mask.
     """

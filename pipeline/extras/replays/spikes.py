@@ -46,7 +46,7 @@ class HealthConfig:
     audit: float = 0.0
 
     def __post_init__(self) -> None:
-        require(0 <= self.audit <= 1, f"health.audit is {self.audit}, expected a share of the steps, 0 to 1")
+        require(0 <= self.audit <= 1, f"health.audit is {self.audit}, expected a fraction of the steps, 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class SpikeConfig(TrainConfig):
         require(
             not self.health.audit or self.exact_parts > 0,
             f"health.audit is {self.health.audit}, but exact_parts is 0: without exact mode, a repetition on another "
-            "worker need not have the same bits\n  set exact_parts to the largest number of workers, or health.audit=0",
+            "worker may differ in the last bits\n  set exact_parts to the largest number of workers, or health.audit=0",
         )
 
 
@@ -147,7 +147,10 @@ class SpikeSearch(Masking):
 
 
 def culprit_samples(directory: Path) -> list[dict[str, Any]]:
-    """Return the culprits found by all searches in a stage. Raises DataError, OSError."""
+    """Return the culprits found by all searches in a stage.
+
+    Raises DataError if a search result was altered, or OSError if it cannot be read.
+    """
     samples = []
     for path in sorted((directory / SEARCHES).glob("step-*.json")):
         outcome = read_record(path)

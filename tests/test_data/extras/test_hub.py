@@ -134,7 +134,7 @@ def test_gated_set_without_access_is_refused_with_the_page_to_open(server, tmp_p
     server.is_gated = True
     assert main(["index", f"{SET}/train/*.tar", "--output", str(tmp_path / "index")]) == 69
     message = capsys.readouterr().err
-    assert f"error: {SET}: denied, HF_TOKEN is not set: the data set is gated: accept its conditions" in message
+    assert f"error: {SET}: access denied (HF_TOKEN is not set): the data set is gated: accept its conditions" in message
     assert f"https://localhost:{server.port}/datasets/me/photos" in message
     assert server.bytes == 0
 
@@ -152,9 +152,9 @@ def test_access_that_is_lost_during_a_run_is_named(server, tmp_path, monkeypatch
     ("source", "message"),
     [
         (f"{SET}s/train/*.tar", r"photoss: the Hub has no such data set, or it is private \(HF_TOKEN is not set\)"),
-        (f"{SET}@v9/train/*.tar", r"photos: no revision v9\n.*\n  check the part after @"),
+        (f"{SET}@v9/train/*.tar", r"photos: there is no revision v9\n.*\n  check the part after @"),
         (f"{SET}/train/nine.tar", r"/train/nine.tar: this shard or its bucket does not exist"),
-        (f"{SET}/test/*.tar", r"/test/\*.tar: no \*.tar found"),
+        (f"{SET}/test/*.tar", r"/test/\*.tar: found no \*.tar files"),
     ],
 )
 def test_missing_sets_revisions_and_files_are_data_errors(source, message, server, tmp_path) -> None:
@@ -176,7 +176,7 @@ def test_endpoint_without_tls_is_refused(tmp_path, monkeypatch) -> None:
 
 def test_missing_package_is_named_at_once(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(DataError, match=r"hf:// needs a client: pip install huggingface_hub"):
+    with pytest.raises(DataError, match=r"hf:// needs a client library; run pip install huggingface_hub"):
         build_index(f"{SET}/train", output=tmp_path, name="train")
 
 

@@ -176,7 +176,7 @@ def test_magnitude_0_is_no_no_op(photo):
     np.testing.assert_array_equal(apply("Solarize", photo, 0), 255 - photo)
 
 
-def test_the_same_draws_give_the_same_pixels_and_leave_the_image_alone(photo):
+def test_equal_draws_give_equal_pixels_and_do_not_change_the_image(photo):
     before = photo.copy()
     first, second = (randaug(photo, 2, 15, Draws(7)) for _ in range(2))
     np.testing.assert_array_equal(first, second)
@@ -184,7 +184,7 @@ def test_the_same_draws_give_the_same_pixels_and_leave_the_image_alone(photo):
     assert len({randaug(photo, 2, 15, Draws(key)).tobytes() for key in range(50)}) > 30
 
 
-def test_a_loader_gives_the_same_pixels_whoever_decodes_them(shards):
+def test_loader_pixels_do_not_depend_on_the_decoding_process(shards):
     index = load_index(shards / "train")
     order = Order(index.shard_samples, seed=1, batch_size=32)
 
@@ -204,6 +204,6 @@ def test_a_loader_gives_the_same_pixels_whoever_decodes_them(shards):
 
 
 @pytest.mark.parametrize("options", [{"randaug_layers": -1}, {"randaug_magnitude": 31.0}])
-def test_what_is_out_of_range_is_refused(options):
+def test_option_out_of_range_is_refused(options):
     with pytest.raises(ConfigError, match=f"augment.{next(iter(options))} is .*, expected"):
         AugmentConfig(**options)

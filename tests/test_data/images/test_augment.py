@@ -39,7 +39,7 @@ def test_a_box_that_cannot_be_drawn_is_the_whole_image():
     assert inception_box(10, 100, Draws(0), cfg) == (0, 0, 10, 100)
 
 
-def test_half_of_all_images_are_mirrored_and_without_flip_none():
+def test_half_of_all_images_are_mirrored_and_none_if_flip_is_off():
     header = Header("png", 10, 10)
     flips = [draw(header, Draws(seed), AugmentConfig())[1] for seed in range(1000)]
     assert 400 < sum(flips) < 600
@@ -71,7 +71,7 @@ def test_the_whole_image_is_only_resized():
         ({"min_area": 0}, "augment.min_area is 0, expected more than 0"),
     ],
 )
-def test_settings_that_no_crop_can_have_are_refused(values, message):
+def test_impossible_crop_settings_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         AugmentConfig(**values)
 

@@ -152,7 +152,7 @@ def test_the_example_at_the_top_of_the_module_is_what_happens(monkeypatch):
     assert f"decoded at 1/{denominator} scale, to {height} × {width} pixels; at 1/4, its {h // 4} rows" in story
 
 
-def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path, caplog):
+def test_decoding_continues_with_a_warning_without_a_compiler(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     library.cache_clear()
@@ -166,7 +166,7 @@ def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path, 
 
 
 @needs_binding
-def test_a_kept_binding_that_has_changed_is_compiled_anew(monkeypatch, tmp_path, caplog):
+def test_altered_cached_binding_is_recompiled(monkeypatch, tmp_path, caplog):
     """A bit flip in its code changed pixels without an error in 6 of 200 cases."""
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
     path = decoding.compile_binding()
@@ -231,7 +231,7 @@ def test_the_last_offset_is_never_drawn():
         assert x == 0 or x + w < 15
 
 
-def test_a_random_crop_comes_from_everywhere():
+def test_random_crops_cover_the_whole_image():
     image = np.zeros((32, 32, 3), np.uint8)  # already of the target size; each pixel encodes its position
     image[..., 0] = np.arange(32)[:, None]
     image[..., 1] = np.arange(32)
@@ -245,7 +245,7 @@ def test_a_random_crop_comes_from_everywhere():
     assert len(offsets) == 25, "five rows and five columns"
 
 
-def test_a_random_crop_of_a_wide_image_comes_from_everywhere():
+def test_random_crops_cover_the_whole_wide_image():
     wide = np.zeros((9, 16, 3), np.uint8) + 15 * np.arange(16, dtype=np.uint8)[:, None]
     whole = resize_small(wide, 8)  # 8/7 of a crop of 7
     assert whole.shape == (8, 14, 3)
@@ -273,7 +273,7 @@ def test_a_squashed_crop_is_a_window_of_the_whole_image_as_a_square():
         offsets.add(place)
     assert len(offsets) == 25
     with pytest.raises(
-        ConfigError, match=r"augment\.squash is 20, expected null with crop: inception; it needs crop: random"
+        ConfigError, match=r"augment\.squash is 20, but it has no effect with augment\.crop=inception; set augment"
     ):
         AugmentConfig(squash=20)
 
@@ -376,7 +376,7 @@ def test_the_sides_are_those_of_the_last_frame_header_of_any_kind(marker):
 
 
 @pytest.mark.parametrize("denominator", [1, 2, 8])
-def test_what_opencv_cannot_read_is_no_region_without_the_binding(denominator, monkeypatch):
+def test_undecodable_region_is_a_bad_image_without_the_binding(denominator, monkeypatch):
     monkeypatch.setattr(decoding, "library", lambda: None)
     for data in (b"", b"junk", encoded(scene(60, 60))[:20]):
         with pytest.raises(BadImage, match="not decodable"):
@@ -405,7 +405,7 @@ def empty_scan(blocks: int) -> bytes:
 
 
 @needs_binding
-def test_scans_that_only_cost_are_counted_before_anything_is_decoded():
+def test_image_with_too_many_scans_is_rejected_before_decoding():
     image = scene(375, 500)
     good = encoded(image, progressive=True)
     assert good.count(b"\xff\xda") == 10, "what libjpeg writes"
@@ -472,7 +472,7 @@ def test_broken_images_are_refused_by_reason(reason):
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_a_file_that_was_cut_short_is_refused(kind):
+def test_truncated_file_is_refused(kind):
     """Decoders would silently fill the rest with grey or with old memory."""
     whole = encoded(scene(60, 60), kind)
     for share in (0.5, 0.9, 0.99):

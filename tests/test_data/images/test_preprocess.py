@@ -139,15 +139,15 @@ def test_unknown_ops_and_crops_of_small_images_are_refused():
         ("resize(1e9)", r"resize\(1000000000.0\): 1,000,000,000,000,000,000 pixels, expected at most 16,777,216"),
         (
             "resize()",
-            r"resize\(\): .*missing 1 required positional argument: 'size'; expected for example resize",
+            r"resize\(\): .*missing 1 required positional argument: 'size'; expected something like resize",
         ),
         ("resize(16, 1, 2)", "takes from 2 to 3 positional arguments but 4 were given"),
         ("resize(16", r"'resize\(16' lacks a bracket"),
-        ("resize_float((16, 8))", r"resize_float\(\(16, 8\)\): .*; expected for example resize\(224\)"),
+        ("resize_float((16, 8))", r"resize_float\(\(16, 8\)\): .*; expected something like resize\(224\)"),
         ("central_crop(2000)", "put a resize before it"),
         ("center_crop(2000)", "put a resize before it"),
         ("resize_pillow(24, 'box')", "no filter 'box'; expected one of bilinear, bicubic, lanczos"),
-        ("resize(16)|value_range(-1, 1)", "scales the pixels, which evaluation does itself; remove that op"),
+        ("resize(16)|value_range(-1, 1)", "scales the pixel values, but evaluation scales them itself; remove the op"),
         ("VIT_JAX_EVAL(16)", "scales the pixels"),
     ],
 )
@@ -170,7 +170,7 @@ def test_the_shape_of_ops_is_that_of_every_image(ops, shape):
     assert shape_of(ops) == shape == preprocess(np.zeros((1000, 1500, 3), np.uint8), ops).shape
 
 
-def test_what_was_corrected_is_named_only_where_it_is_used():
+def test_corrections_are_listed_only_for_ops_in_use():
     assert preprocessing.corrections("decode|resize(256)|central_crop(224)|resize_tf1(30)") == {}
     assert preprocessing.corrections("resize_small(256)|central_crop(224)") == {"resize_small": 1}
     assert preprocessing.corrections("resize(24, antialias=False)") == {}

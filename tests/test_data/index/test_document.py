@@ -22,7 +22,7 @@ def folder(tmp_path):
     return tmp_path / "set"
 
 
-def test_the_json_says_what_was_packed(folder):
+def test_json_describes_the_packed_data(folder):
     content = json.loads((folder / "t.index.json").read_text())
     index = load_index(folder)
     assert content["samples"] == index.samples == 9
@@ -40,7 +40,7 @@ def test_index_and_tars_may_move_together(folder, tmp_path):
 
 
 @pytest.mark.parametrize(("field", "value"), [("class_counts", [9]), ("directory", "/other"), ("names", [])])
-def test_a_field_that_was_edited_is_noticed(field, value, folder):
+def test_edited_field_is_detected(field, value, folder):
     path = folder / "t.index.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with pytest.raises(DataError):
@@ -58,7 +58,7 @@ def test_a_field_that_was_edited_is_noticed(field, value, folder):
         (["a.index.json", "b.index.json"], "found a.index.json, b.index.json"),
     ],
 )
-def test_error_for_a_folder_without_an_index_says_what_to_type(files, message, tmp_path):
+def test_error_for_a_folder_without_an_index_names_the_command(files, message, tmp_path):
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

@@ -48,7 +48,7 @@ def test_an_excluded_shard_keeps_its_number_and_loses_its_samples(index):
     assert rest.starts.tolist() == [0, 4, 4, 5]
 
 
-def test_an_altered_table_is_refused_with_the_command_that_makes_it_again(index):
+def test_altered_table_is_refused_with_the_command_that_recreates_it(index):
     path = index.tables / "t-000001.npy"
     table = np.load(path)
     table["key"][0] = b"other"

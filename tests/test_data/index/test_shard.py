@@ -70,7 +70,7 @@ def same(index: Index, other: Index) -> bool:
     return replace(index, shards=tuple(index.shards)) == replace(other, shards=tuple(other.shards))
 
 
-def test_a_large_index_is_mapped_and_says_what_its_json_says(path, state, monkeypatch):
+def test_mapped_large_index_equals_its_json(path, state, monkeypatch):
     mapped = load_index(path)
     assert isinstance(mapped.shards, MappedShards)
     assert [[s.name, s.samples, s.bytes, s.sha256, s.table] for s in mapped.shards] == ROWS
@@ -109,7 +109,7 @@ def test_changed_index_is_mapped_again(path, state):
 
 
 @pytest.mark.parametrize("at", [40, 6000 * 8 + 300, -200])
-def test_columns_that_were_altered_are_not_believed(path, state, at, caplog):
+def test_altered_columns_are_not_used(path, state, at, caplog):
     mapped = load_index(path)
     (file,) = state.glob("*.columns")
     whole = file.read_bytes()
@@ -119,12 +119,12 @@ def test_columns_that_were_altered_are_not_believed(path, state, at, caplog):
         file.write_bytes(content)
         caplog.clear()
         assert list(load_index(path).shards) == ROWS_HELD
-        assert "truncated or altered; writing it again from" in caplog.text
+        assert "is truncated or altered; creating it again from" in caplog.text
         assert file.read_bytes() == whole
     assert mapped.shards[0].name == ROWS[0][0]
 
 
-def test_another_process_is_sent_where_the_columns_are(path, state):
+def test_another_process_receives_only_the_path_of_the_columns(path, state):
     mapped = exclude([load_index(path)], ["train-000005.tar"])[0]
     order = Order(mapped.shard_samples, seed=0, batch_size=64)
     sent = pickle.dumps(mapped)
@@ -155,7 +155,7 @@ def test_many_processes_at_once_read_the_json_once(path, monkeypatch):
     assert all(same(other, loaded[0]) for other in loaded)
 
 
-def test_columns_that_nobody_has_opened_for_a_month_go_when_others_are_made(path, state):
+def test_columns_unopened_for_a_month_are_deleted_when_others_are_written(path, state):
     mapped = load_index(path)
     (kept,) = state.glob("*.columns")
     unused, lock, recent = (state / f"{name}" for name in ("0.columns", "0.lock", "1.columns"))
@@ -184,7 +184,7 @@ def test_columns_that_nobody_has_opened_for_a_month_go_when_others_are_made(path
     assert same(pickle.loads(pickle.dumps(mapped)), mapped)
 
 
-def test_where_columns_cannot_be_kept_the_shards_are_held_and_it_is_said(path, monkeypatch, caplog):
+def test_shards_are_loaded_with_a_warning_if_columns_cannot_be_written(path, monkeypatch, caplog):
     monkeypatch.setenv("PATCHLINE_CACHE", "/proc/x")
     read = load_index(path)
     assert isinstance(read.shards, tuple)
@@ -193,7 +193,7 @@ def test_where_columns_cannot_be_kept_the_shards_are_held_and_it_is_said(path, m
     assert "set PATCHLINE_CACHE to a writable folder" in caplog.text
 
 
-def test_sets_are_joined_and_shards_left_out_as_in_a_small_index(path, monkeypatch):
+def test_sets_are_joined_and_shards_excluded_as_in_a_small_index(path, monkeypatch):
     small = held(path, monkeypatch)
     names = ["train-000007.tar", "train-005999.tar"]
     (dropped,) = exclude([load_index(path)], names)
@@ -230,7 +230,7 @@ def test_a_loader_gives_the_same_batches_from_a_mapped_index(tmp_path, monkeypat
         assert torch.equal(small.ids, large.ids)
 
 
-def test_a_decoding_process_that_cannot_map_the_index_says_so(path, monkeypatch):
+def test_decoding_process_reports_that_it_cannot_map_the_index(path, monkeypatch):
     mapped = load_index(path)
     elsewhere = (shard_module.reopened, (Path("/x"), b"", frozenset()))
     monkeypatch.setattr(MappedShards, "__reduce__", lambda self: elsewhere)

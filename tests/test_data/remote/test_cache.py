@@ -105,7 +105,7 @@ def test_storage_that_never_answers_is_named_without_secrets(faulty, tmp_path, c
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
-def test_decoding_processes_that_a_silent_storage_holds_up_are_not_blamed(faulty, tmp_path):
+def test_error_for_silent_storage_does_not_blame_decoding_processes(faulty, tmp_path):
     faulty.fault = lambda path: "stall"
     cache = CacheConfig(str(tmp_path), attempts=2, backoff_s=0.001, timeout_s=0.3)
     with pytest.raises(StorageError, match=r"://images/set/train-00000\d.tar: no response after 2 attempts"):
@@ -144,7 +144,7 @@ def test_a_cache_too_small_for_the_shards_in_use_is_named_before_the_run(faulty,
         ) != fits
 
 
-def test_what_is_here_is_not_fetched_ahead_and_takes_no_room(local, tmp_path):
+def test_local_shards_are_not_prefetched_and_need_no_cache_space(local, tmp_path):
     """As in a mixture of local and remote sets."""
     order = Order(local.shard_samples, seed=0, batch_size=40)
     prefetcher = Prefetcher(local, order, range(40), 0, CacheConfig(str(tmp_path)))
@@ -154,7 +154,7 @@ def test_what_is_here_is_not_fetched_ahead_and_takes_no_room(local, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_who_stops_does_not_wait_for_shards_that_are_still_coming(local, tmp_path, monkeypatch):
+def test_stopping_does_not_wait_for_pending_shards(local, tmp_path, monkeypatch):
     asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
     elsewhere, first = replace(local, directory="s3://b"), threading.Event()
     slow = cache_module.read_range
@@ -192,14 +192,14 @@ def test_tars_are_indexed_where_they_are_and_no_copy_stays(faulty, local, tmp_pa
     assert not list((tmp_path / "cache" / "patchline" / "shards").glob("*.[!l]*")), "a copy stays"
 
 
-def test_compressed_tars_beside_others_are_not_left_out_without_a_word(faulty, tmp_path):
+def test_compressed_tars_next_to_plain_ones_are_not_ignored_silently(faulty, tmp_path):
     mixed = faulty.set.replace("/set", "/mixed")
     with pytest.raises(DataError, match=r"/mixed: 'b\.tar\.gz' are compressed tars and would be ignored"):
         build_index(mixed, output=tmp_path)
     assert len(build_index(f"{mixed}/*.tar", output=tmp_path).shards) == 1
 
 
-def test_an_index_command_that_the_storage_stopped_goes_on_without_fetching_again(
+def test_index_command_stopped_by_the_storage_resumes_without_downloading_again(
     faulty, local, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
@@ -223,7 +223,7 @@ def test_the_doctor_looks_at_remote_sets_too(faulty, tmp_path, monkeypatch):
     assert "this shard or its bucket does not exist" in report.shards[0].problem
 
 
-def test_the_doctor_keeps_shards_where_it_is_told_and_goes_on_where_one_does_not_come(
+def test_doctor_caches_shards_in_the_given_folder_and_continues_after_a_failed_download(
     faulty, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr("data.remote.urls.random.uniform", lambda low, high: 0)
@@ -384,7 +384,7 @@ def test_shard_evicted_before_its_use_is_recorded_is_downloaded_again(tmp_path, 
     assert len(asked) == 2 * requests_of_a_fetch
 
 
-def test_a_loader_that_does_not_listen_holds_no_download_up(tmp_path, monkeypatch):
+def test_busy_loader_does_not_block_a_download(tmp_path, monkeypatch):
     """A process sends more progress messages than a pipe holds before the loader reads from it."""
     content = os.urandom(200_000)
     fake_storage(monkeypatch, content)
@@ -398,15 +398,15 @@ def test_a_loader_that_does_not_listen_holds_no_download_up(tmp_path, monkeypatc
     assert unread.poll()
 
 
-def test_a_cache_folder_that_cannot_be_made_is_named(local, tmp_path):
+def test_error_names_a_cache_folder_that_cannot_be_created(local, tmp_path):
     remote_index = build_index(local.directory, output=tmp_path / "i", name="train", at="s3://b/set")
     with pytest.raises(
-        StorageError, match=r"/proc/x: cannot create this cache folder \(.*\); set another cache\.directory"
+        StorageError, match=r"cannot create the cache folder /proc/x \(.*\); set another cache\.directory"
     ):
         ShardReader(remote_index, cache=CacheConfig("/proc/x")).read(0, 0)
 
 
-def test_who_is_stopped_waits_for_no_other_s_download(tmp_path):
+def test_stopped_process_does_not_wait_for_another_download(tmp_path):
     shard = shard_of(b"x")
     with cache_module.locked(tmp_path / f"{shard.sha256}.lock"), pytest.raises(StorageError, match="another process"):
         Cache(CacheConfig(str(tmp_path)), lambda: True).path("s3://b/x.tar", shard)
@@ -465,7 +465,7 @@ def test_a_missing_client_is_named_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr("fsspec.filesystem", filesystem)
     urls.forget_credentials()
-    with pytest.raises(DataError, match="gs:// needs a client: pip install gcsfs"):
+    with pytest.raises(DataError, match="gs:// needs a client library; run pip install gcsfs"):
         Cache(CacheConfig(str(tmp_path))).path("gs://b/x.tar", shard_of(b"x"))
 
 
@@ -482,7 +482,7 @@ def test_documented_tested_clients_match_the_constraints():
     assert {f"{name}=={number}" for name, number in urls.TESTED.items()} <= set(pinned)
 
 
-def test_an_abandoned_download_makes_room_and_one_at_work_does_not(tmp_path, monkeypatch):
+def test_abandoned_download_is_evicted_but_an_active_one_is_not(tmp_path, monkeypatch):
     contents = [os.urandom(400), os.urandom(401)]
     for age, asks in ((0, 18), (7200, 9)):  # pieces of 100 bytes: both shards twice, or once
         directory = tmp_path / str(age)
@@ -533,7 +533,7 @@ def test_private_addresses_are_refused_before_a_connection(host, monkeypatch):
         urls.read_range(f"https://{host}/x", 0, 10, 1.0)
 
 
-def test_of_several_public_addresses_the_one_that_the_resolver_prefers_is_taken(monkeypatch):
+def test_public_address_preferred_by_the_resolver_is_used(monkeypatch):
     places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 443)) for ip in ("1.1.1.1", "8.8.8.8")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
     monkeypatch.setattr(socket, "create_connection", lambda address, *_: address)

@@ -130,7 +130,7 @@ def test_the_words_of_an_error_page_are_quoted(page: bytes) -> None:
         tar_of([("{.cls", b"1")]),
     ],
 )
-def test_other_contents_are_not_taken_for_error_pages(content: bytes) -> None:
+def test_other_contents_are_not_mistaken_for_error_pages(content: bytes) -> None:
     assert words_of(content) == ""
 
 

@@ -9,5 +9,7 @@ pytestmark = pytest.mark.quick
 
 
 def test_https_cannot_list_files() -> None:
-    with pytest.raises(DataError, match=r"https cannot list files; name the shards, as in …/train-\{000\.\.099\}\.tar"):
+    with pytest.raises(
+        DataError, match=r"files cannot be listed over https; name the shards, as in …/train-\{000\.\.099\}\.tar"
+    ):
         list_tars("https://example.com/train", 1.0)

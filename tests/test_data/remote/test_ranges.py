@@ -124,7 +124,7 @@ def test_failing_and_short_answers_change_nothing(faulty, local, tmp_path, monke
     assert len(faulty.gets) > 3 * BATCH
 
 
-def test_a_shard_that_is_here_is_read_instead(faulty, local, tmp_path):
+def test_shard_on_this_node_is_read_instead(faulty, local, tmp_path):
     cfg = CacheConfig(str(tmp_path), **PATIENT)
     for number, shard in enumerate(faulty.index.shards):
         Cache(cfg).path(faulty.index.location(number), shard)
@@ -133,7 +133,7 @@ def test_a_shard_that_is_here_is_read_instead(faulty, local, tmp_path):
     assert not faulty.gets
 
 
-def test_a_sample_that_is_not_what_was_indexed_is_fetched_with_its_shard(faulty, local, tmp_path, caplog, monkeypatch):
+def test_sample_that_differs_from_the_index_is_fetched_with_its_shard(faulty, local, tmp_path, caplog, monkeypatch):
     """As from a store that ignores ranges: other bytes arrive."""
     read_range = urls.read_range
     wrong = []
@@ -203,20 +203,20 @@ def test_a_store_that_ignores_ranges_is_named(faulty, local, tmp_path, monkeypat
     # A shard in one piece is requested from its first to its last byte, and exactly these bytes arrive.
     assert by_range.read(0, 0) == ShardReader(local).read(0, 0)
     pattern = (
-        rf"\(s3://images/set/train-000000.tar: the store ignores byte ranges: requested \d+ bytes, received {size};"
+        rf"\(s3://images/set/train-000000.tar: the store ignores byte ranges: it sent {size} bytes instead of \d+;"
     )
     assert re.search(pattern, by_range.given_up)
     assert by_range.given_up.endswith("waiting for whole shards")
     monkeypatch.setattr(cache_module, "PIECE", size // 2)
     with pytest.raises(
         DataError,
-        match=f"000001.tar: the store ignores byte ranges: requested {size // 2} bytes, received {size}",
+        match=f"000001.tar: the store ignores byte ranges: it sent {size} bytes instead of {size // 2}",
     ):
         by_range.read(1, 0)
     by_range.stop()
 
 
-def test_an_answer_without_its_last_byte_is_asked_for_again(faulty, local, tmp_path, monkeypatch):
+def test_response_without_its_last_byte_is_requested_again(faulty, local, tmp_path, monkeypatch):
     read_range = urls.read_range
     last_bytes = []
 
@@ -255,7 +255,7 @@ def test_second_iteration_of_a_loader_reads_by_range_again(faulty, local, tmp_pa
     assert not reader_that_gave_up.ranges.stopped
 
 
-def test_ranges_that_do_not_come_are_given_up_once_and_shards_are_waited_for(
+def test_failed_range_reads_stop_once_and_the_reader_waits_for_whole_shards(
     faulty, local, tmp_path, caplog, monkeypatch
 ):
     read_range = urls.read_range
@@ -270,7 +270,7 @@ def test_ranges_that_do_not_come_are_given_up_once_and_shards_are_waited_for(
     assert_same(taken, take(local, None, steps=2))
     said = [record.getMessage() for record in caplog.records if "by range" in record.getMessage()]
     assert len(said) == 1
-    assert "no response after 3 attempts, last error TimeoutError" in said[0]
+    assert "no response after 3 attempts, the last error was TimeoutError" in said[0]
     assert len(faulty.gets) == len(list(tmp_path.glob("*.tar"))), "each shard once, and nothing else"
 
 
@@ -337,7 +337,7 @@ def test_cause_of_waiting_for_the_first_batch_is_logged(faulty, local, tmp_path)
     loader.log_wait(lines.append)
     needed = f"waiting for the first batch: {BATCH} samples from {len(shards)} shards"
     assert lines[0].startswith(f"{needed}; 0 of them local, {len(shards)} (")
-    assert lines[0].endswith("GiB) remote: s3://images/set/train-000000.tar …")
+    assert lines[0].endswith("GiB) to download, starting with s3://images/set/train-000000.tar")
     Cache(cfg).path(faulty.index.location(shards[0]), faulty.index.shards[shards[0]])
     loader.log_wait(lines.append)
     assert f"; 1 of them local, {len(shards) - 1} (" in lines[1]
@@ -356,7 +356,7 @@ def test_decoding_processes_read_by_range_too(faulty, local, tmp_path, monkeypat
     assert not list((tmp_path / "cache").glob("*.tar"))
 
 
-def test_who_waits_for_a_range_shows_signs_of_life_and_does_not_wait_for_ever(faulty, tmp_path, monkeypatch):
+def test_waiting_for_a_range_reports_progress_and_has_a_time_limit(faulty, tmp_path, monkeypatch):
     read_range = urls.read_range
 
     def late(*piece):
@@ -378,7 +378,7 @@ def test_who_waits_for_a_range_shows_signs_of_life_and_does_not_wait_for_ever(fa
     by_range.stop()
 
 
-def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path, monkeypatch):
+def test_stop_from_another_thread_ends_the_wait_with_a_storage_error(tmp_path, monkeypatch):
     entered, may_go = threading.Event(), threading.Event()
     where = ("s3://b/x.tar", SampleRow(b"a", 0, 4, 4, 4))
     monkeypatch.setattr(cache_module, "read_range", lambda *piece: entered.set() or (may_go.wait(30) and b"12345678"))

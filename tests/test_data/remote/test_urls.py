@@ -56,7 +56,8 @@ def test_requests_to_a_store_are_retried_after_doubling_pauses(attempts, failure
             assert Retry(attempts, 0.5).with_retries("s3://set", ask) == "answer"
         else:
             with pytest.raises(
-                StorageError, match=f"^s3://set: no response after {attempts} attempts, last error TimeoutError; run"
+                StorageError,
+                match=f"^s3://set: no response after {attempts} attempts, the last error was TimeoutError; run",
             ):
                 Retry(attempts, 0.5).with_retries("s3://set", ask)
     assert clock.pauses == pauses
@@ -92,7 +93,7 @@ def test_store_that_only_asks_for_pauses_ends_the_request(monkeypatch) -> None:
     def ask() -> str:
         raise Throttled(600.0)
 
-    with pytest.raises(StorageError, match=r"^hf://set: the store limits the rate .* 600 s after pauses of 3600 s"):
+    with pytest.raises(StorageError, match=r"^hf://set: the store limits the rate .* 600 s after 3600 s of pauses"):
         Retry(1, 0.5).with_retries("hf://set", ask)
     assert 3600 <= clock.seconds - 500 <= 3600 * 1.25 + 1
 

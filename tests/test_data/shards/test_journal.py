@@ -123,12 +123,12 @@ def test_images_in_memory_that_changed_after_a_stop_are_packed_again(tmp_path):
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-def test_a_stopped_packing_is_not_taken_for_a_set(tmp_path):
+def test_interrupted_packing_is_not_mistaken_for_a_data_set(tmp_path):
     wrong = [*samples(5), Sample("last", picture(0), (7,))]
     with pytest.raises(DataError, match="labels"):
         pack(wrong, tmp_path, name="set", shard_samples=5, classes=5)
     (tmp_path / ".tmp-4000000-4000000-set-000001.tar").write_bytes(b"half")
-    with pytest.raises(DataError, match="an unfinished packing; run the same `jobs pack` again"):
+    with pytest.raises(DataError, match="a pack command has not finished; run the same `jobs pack` again"):
         build_index(tmp_path, name="set")
     with pytest.raises(DataError, match=r"set\.index\.json\.partial belongs to an unfinished packing or indexing"):
         load_index(tmp_path)

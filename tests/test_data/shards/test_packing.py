@@ -61,7 +61,7 @@ def test_excluded_shard_may_be_missing(tmp_path):
     check_sizes(exclude([made], ["train-000001.tar"]))
 
 
-def test_an_oversize_image_is_read_one_byte_past_what_the_decoder_takes(tmp_path, monkeypatch):
+def test_oversize_image_is_read_one_byte_past_the_decoders_limit(tmp_path, monkeypatch):
     made = pack(samples(1), tmp_path)
     monkeypatch.setattr(reader, "MAX_BYTES", 20)
     assert ShardReader(made).read(0, 0)[1] == picture(0)[:21]
@@ -72,7 +72,7 @@ def test_a_set_without_samples_has_no_classes(tmp_path):
     assert build_index(tmp_path).class_counts == ()
 
 
-def test_an_own_index_hides_no_other_whose_table_would_go(tmp_path, monkeypatch):
+def test_index_to_be_replaced_does_not_hide_another_one_that_would_lose_a_table(tmp_path, monkeypatch):
     for folder, name in (("own", "own"), ("other", "train"), ("new", "train")):
         pack(samples(2), tmp_path / folder, name=name)
     place = tmp_path / "index"
@@ -182,7 +182,9 @@ def test_missing_short_and_altered_shards_are_named(tmp_path):
     data = bytearray((tmp_path / "train-000003.tar").read_bytes())
     data[700] ^= 1
     (tmp_path / "train-000003.tar").write_bytes(data)
-    with pytest.raises(DataError, match=r"(?s)2 of 4 shards.*000001.tar: No such.*000002.tar: 1000 bytes, the index"):
+    with pytest.raises(
+        DataError, match=r"(?s)2 of 4 shards.*000001.tar: No such.*000002.tar: found 1000 bytes, but the index"
+    ):
         check_sizes([made])
     assert ShardReader(made).read(0, 0)[0] == "s00000"
     with pytest.raises(DataError, match=r"train-000003.tar: its sha256 differs from the index"):
@@ -256,7 +258,7 @@ def test_packing_in_parallel_gives_the_same_bytes(tmp_path):
         (lambda: samples(12), {"names": tuple("vwxyz")}),
     ],
 )
-def test_a_finished_set_takes_no_other_samples(tmp_path, given, options):
+def test_finished_set_rejects_different_samples(tmp_path, given, options):
     finished = pack(samples(12), tmp_path, shard_samples=5)
     before = contents(tmp_path)
     with pytest.raises(DataError, match=r"(?s)finished data set.*[0-9a-f]{64}.*use another folder or --name"):
@@ -291,7 +293,7 @@ def test_a_folder_of_the_same_names_and_older_files_is_another_source(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["train-000001.tar", "train-000001.npy", "train-000000.tar"])
-def test_what_a_finished_set_has_lost_is_packed_again(tmp_path, lost):
+def test_lost_shards_of_a_finished_set_are_packed_again(tmp_path, lost):
     finished = pack(samples(12), tmp_path, shard_samples=5)
     before = contents(tmp_path)
     if lost == "train-000000.tar":
@@ -333,7 +335,7 @@ def png_header(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunks
 
 
-def test_packing_and_indexing_count_what_is_no_image_by_the_same_reasons_as_the_doctor(tmp_path, capsys, caplog):
+def test_packing_and_indexing_count_unusable_images_by_the_doctors_reasons(tmp_path, capsys, caplog):
     folder = tmp_path / "photos" / "cat"
     folder.mkdir(parents=True)
     files = {"a.jpg": picture(1), "b.jpg": b"", "c.jpg": picture(2)[:-20], "d.png": png_header(20_000, 12_000)}
@@ -367,13 +369,13 @@ def test_packing_and_indexing_count_what_is_no_image_by_the_same_reasons_as_the_
         assert "bad: 1 × not decodable" in capsys.readouterr().out
 
 
-def test_hidden_files_and_folders_are_left_out_and_counted_as_other_kinds_are(tmp_path, caplog):
+def test_hidden_files_and_folders_are_skipped_and_counted_like_other_files(tmp_path, caplog):
     hidden = ("cat/.hidden.jpg", "cat/.ipynb_checkpoints/a-checkpoint.jpg", "cat/b/.thumbnails/x/a.jpg")
     for name in (".git/x.jpg", *hidden, "cat/a.jpg", "cat/b.gif", "cat/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(picture(1))
     assert [(s.key, s.labels) for s in class_folders(tmp_path)] == [("cat/a", (0,))]
-    assert "because hidden or not jpg, jpeg, png, webp: 3 × hidden file, 1 × .gif, 1 × .txt" in caplog.text
+    assert "because they are hidden or not jpg, jpeg, png, webp: 3 × hidden file, 1 × .gif, 1 × .txt" in caplog.text
 
 
 def test_foreign_tar_and_excel_table_are_read_by_their_content(tmp_path):
@@ -395,7 +397,7 @@ def test_tars_with_restarting_keys_are_packed_together(tmp_path):
     assert [ShardReader(made).read(0, n)[0] for n in (0, 1)] == ["x/0", "y/0"]
 
 
-def test_names_and_labels_that_cannot_be_are_named_by_file(tmp_path):
+def test_error_names_the_file_with_an_invalid_name_or_label(tmp_path):
     pyarrow.parquet.write_table(
         pyarrow.table({"image": [{"bytes": picture(1)}], "label": [-1]}), tmp_path / "a.parquet"
     )

@@ -117,7 +117,7 @@ def test_a_hundred_bit_flips_after_the_first_reading_are_detected_or_outside_sam
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_such_a_sample_is_not_replaced_but_ends_the_run_with_what_to_type(made, processes):
+def test_altered_sample_is_not_replaced_but_ends_the_run_with_a_remedy(made, processes):
     order = Order(made.shard_samples, seed=0, batch_size=50)
     loader = TrainLoader(made, order, image_size=16, slots=range(50), micro_batch=50, processes=processes)
     batches = iter(loader)
@@ -136,7 +136,7 @@ def test_such_a_sample_is_not_replaced_but_ends_the_run_with_what_to_type(made, 
         list(EvaluationSet(made, "resize(16)", batch_size=50))
 
 
-def test_a_shard_that_is_replaced_while_it_is_opened_is_not_taken_for_the_one_that_was_verified(made, monkeypatch):
+def test_shard_replaced_during_opening_is_not_mistaken_for_the_verified_one(made, monkeypatch):
     path = Path(made.location(0))
     other = path.with_name("other.tar")
     other.write_bytes(path.read_bytes())
@@ -173,13 +173,13 @@ def test_every_local_shard_that_is_missing_or_of_another_size_is_named(tmp_path)
     index = Index(shards, 3, (), "d", str(tmp_path), tmp_path)
     assert reader_module.unusable_shards(index) == {
         f"{tmp_path}/missing.tar": "No such file or directory",
-        f"{tmp_path}/short.tar": "6 bytes, the index lists 7",
-        f"{tmp_path}/long.tar": "8 bytes, the index lists 7",
+        f"{tmp_path}/short.tar": "found 6 bytes, but the index lists 7",
+        f"{tmp_path}/long.tar": "found 8 bytes, but the index lists 7",
         f"{tmp_path}/e.tar": "No such file or directory",
     }
 
 
-def test_an_evaluation_reads_no_sample_that_is_not_what_was_indexed(made):
+def test_evaluation_rejects_samples_that_differ_from_the_index(made):
     assert sum(batch.mask.sum() for batch in EvaluationSet(made, "resize(16)", batch_size=50)) == 50
     path = Path(made.location(0))
     flip(path, image_start(path, 7) + 40)
@@ -204,7 +204,7 @@ fewshot: {{init: "@pretrain", probe: {{train: {train}, test: {test}, shots: [1]}
 """
 
 
-def test_a_shard_that_is_overwritten_in_mid_run_ends_it_with_65(made, shards, tmp_path, capsys):
+def test_shard_overwritten_during_a_run_ends_it_with_65(made, shards, tmp_path, capsys):
     recipe = tmp_path / "run.yaml"
     recipe.write_text(RECIPE.format(run=tmp_path / "run", train=tmp_path / "set", test=shards / "test", steps=5_000))
     overwritten_after: list[int] = []
@@ -236,7 +236,7 @@ def test_a_shard_that_is_overwritten_in_mid_run_ends_it_with_65(made, shards, tm
 # ------------------------------------------------------------------------------------------- remote shards
 
 
-def test_a_cached_copy_that_rots_is_fetched_again_once(made, tmp_path, monkeypatch):
+def test_decayed_cached_copy_is_downloaded_again_once(made, tmp_path, monkeypatch):
     content = Path(made.location(0)).read_bytes()
     asked: list[int] = []
 
@@ -324,7 +324,7 @@ def test_an_index_of_another_schema_is_refused_with_what_to_type(made, tmp_path)
         load_index(path)
 
 
-def test_what_is_typed_for_an_index_of_tars_in_several_folders_makes_it_again(made, tmp_path):
+def test_suggested_command_recreates_an_index_of_tars_in_several_folders(made, tmp_path):
     paths = []
     for number in range(3):
         folder = tmp_path / f"part {number}"

@@ -66,7 +66,7 @@ def chosen(parent: Index, folder: Path, **rule) -> list[int]:
 # ------------------------------------------------------------------------------------------------ choosing
 
 
-def test_samples_with_several_labels_or_none_are_looked_through_in_pieces(monkeypatch):
+def test_samples_with_several_labels_or_none_are_searched_in_pieces(monkeypatch):
     monkeypatch.setattr(subset, "AT_ONCE", 3)
     rng = np.random.default_rng(0)
     labels_of = [rng.integers(0, 5, rng.integers(0, 4)).tolist() for _ in range(20)]
@@ -116,7 +116,7 @@ def test_two_parts_share_no_sample_and_are_together_the_whole(tmp_path, parent, 
     assert (train == list(range(20))) == (seed is None)
 
 
-def test_a_seed_s_part_has_its_share_of_every_class_and_smaller_parts_lie_in_larger_ones(tmp_path, parent):
+def test_part_has_its_share_of_every_class_and_contains_smaller_parts_of_the_seed(tmp_path, parent):
     """LABELS has 7, 8, 3 and 7 samples per class; a plain random permutation would sometimes omit a class."""
     drawn = set()
     for seed in range(1, 13):
@@ -159,7 +159,7 @@ def test_a_stratified_order_is_fair_to_every_row_and_every_class():
     assert np.abs(hits / 2000 - 0.2).max() < 5 * np.sqrt(0.2 * 0.8 / 2000)
 
 
-def test_a_label_that_is_no_class_counts_as_none_and_the_last_class_as_one(parent):
+def test_label_above_the_last_class_is_omitted_and_the_last_class_is_read(parent):
     alone = replace(parent.single_shard(0), classes=3)
     values, counts = subset.read_shard_labels(alone, CacheConfig())
     assert values.tolist() == [label for label in LABELS[:7] if label < 3]
@@ -312,7 +312,7 @@ def test_parts_of_a_set_are_made_in_one_pass_over_its_tables_and_no_tar_is_opene
     assert main(["subset", *words("a"), *words("a")[1:]]) == 65
 
 
-def test_of_labels_that_the_tables_do_not_tell_only_these_bytes_are_read(tmp_path):
+def test_only_the_bytes_of_labels_unknown_from_the_tables_are_read(tmp_path):
     """With several labels per sample, as in JFT, a part reads only the labels in its own tars, and no images."""
     rng = np.random.default_rng(3)
     labels_of = [sorted(rng.choice(30, rng.integers(1, 4), replace=False).tolist()) for _ in range(40)]
@@ -349,7 +349,7 @@ def test_the_subsets_of_a_stage_are_made_in_one_pass(tmp_path, parent, monkeypat
 # ------------------------------------------------------------------------------------------ what it stands for
 
 
-def test_the_digest_stands_for_the_samples_and_not_for_the_way_they_were_chosen(tmp_path, parent):
+def test_digest_depends_on_the_samples_and_not_on_the_rule_that_chose_them(tmp_path, parent):
     """Two seeds may choose equally many samples of each shard: without the rows their digests would be equal."""
     digests = Counter()
     for seed in range(4):
@@ -407,7 +407,7 @@ def test_training_evaluation_and_the_doctor_take_a_subset_as_any_set(tmp_path, p
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_of_a_subset_without_a_table_no_sample_is_good_and_none_is_packed(tmp_path, parent, is_lost):
+def test_subset_without_a_table_has_no_good_samples_and_is_not_packed(tmp_path, parent, is_lost):
     """Only the table excludes the held-out samples of its tar: the doctor must not use the whole tar instead."""
     index = make_subset(parent, tmp_path / "s", Rule(shots=2, seed=0))
     table = tmp_path / "s" / "train-000001.npy"
@@ -493,7 +493,7 @@ def test_subset_of_remote_tars_names_their_url(tmp_path, parent, monkeypatch):
         ({"shots": 0, "seed": 0}, "expected 1 or more"),
     ],
 )
-def test_a_rule_that_says_nothing_is_refused(rule, reason):
+def test_empty_rule_is_refused(rule, reason):
     with pytest.raises(ConfigError, match=reason):
         Rule(**rule)
 
@@ -507,14 +507,14 @@ def test_a_rule_that_says_nothing_is_refused(rule, reason):
         ("", "the file is empty"),
     ],
 )
-def test_a_list_of_what_is_not_there_is_refused(tmp_path, parent, lines, reason):
+def test_list_of_missing_samples_is_refused(tmp_path, parent, lines, reason):
     (tmp_path / "list.txt").write_text(lines)
     for side in ("only", "but"):
         with pytest.raises(DataError, match=reason):
             make_subset(parent, tmp_path / "s", Rule(**{side: str(tmp_path / "list.txt")}))
-    with pytest.raises(DataError, match="'wolf', which this source does not have"):
+    with pytest.raises(DataError, match="'wolf', but this source has no such class"):
         make_subset(parent, tmp_path / "s", Rule(keep=("wolf",)))
-    with pytest.raises(DataError, match="chooses none of 25 samples"):
+    with pytest.raises(DataError, match="selects none of the 25 samples"):
         make_subset(parent, tmp_path / "s", Rule(keep=("eel",)))
 
 
@@ -567,7 +567,7 @@ def test_no_set_loses_its_tables_to_a_subset(tmp_path, parent):
 
 
 @pytest.mark.parametrize("torn", ["cut", "altered"])
-def test_a_torn_subset_is_made_again_by_the_command_that_its_error_names(tmp_path, parent, torn):
+def test_command_in_the_error_recreates_a_damaged_subset(tmp_path, parent, torn):
     path = tmp_path / "s" / "s.index.json"
     make_subset(parent, path.parent, Rule(part=":"))
     text = path.read_text()

@@ -21,7 +21,7 @@ def photos(tmp_path):
     return tmp_path / "photos"
 
 
-def test_classes_are_the_sorted_folders_and_hidden_ones_are_none(photos):
+def test_classes_are_the_sorted_visible_folders(photos):
     assert folder_classes(photos) == ("cat", "dog")
 
 
@@ -37,7 +37,7 @@ def test_an_empty_class_is_refused(photos):
         list(class_folders(photos))
 
 
-def test_without_labels_the_folders_mean_nothing(photos):
+def test_folders_are_not_classes_if_labels_are_ignored(photos):
     samples = list(unlabelled_folder(photos))
     assert len(samples) == 3
     assert {sample.labels for sample in samples} == {None}

@@ -19,16 +19,21 @@ CRANES = ("crane", "gull", "crane", "owl")  # two classes with the same name, as
         (CRANES, [0], None, [0]),
         ((), [6, 0], 7, [0, 6]),
         ((), [6], None, [6]),  # the number of classes is unknown
-        ((), [7], 7, r"^s: keep has class 7, but there are 7 classes \(0 … 6\)$"),
-        ((), [-1], 7, r"^s: keep has class -1, but there are 7 classes \(0 … 6\)$"),
-        (CRANES, [4], None, r"^s: keep has class 4, but there are 4 classes \(0 … 3\)$"),
+        ((), [7], 7, r"^s: keep contains class 7, but there are 7 classes \(0 … 6\)$"),
+        ((), [-1], 7, r"^s: keep contains class -1, but there are 7 classes \(0 … 6\)$"),
+        (CRANES, [4], None, r"^s: keep contains class 4, but there are 4 classes \(0 … 3\)$"),
         (
             CRANES,
             ["stork"],
             None,
-            "^s: keep has 'stork', which this source does not have\n  expected some of its 4 classes: 'cra",
+            "^s: keep contains 'stork', but this source has no such class\n  expected some of its 4 classes: 'cra",
         ),
-        ((), ["stork"], 7, "^s: keep has 'stork', which this source does not have\n  its class names are unknown"),
+        (
+            (),
+            ["stork"],
+            7,
+            "^s: keep contains 'stork', but this source has no such class\n  its class names are unknown",
+        ),
     ],
 )
 def test_classes_are_kept_by_id_or_name(names, keep, classes, expected) -> None:

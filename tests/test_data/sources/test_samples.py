@@ -60,7 +60,7 @@ def test_the_file_and_its_licence_are_packaged_together():
     assert project["tool"]["setuptools"]["package-data"]["data.sources"] == ["digits.csv.gz", "digits.LICENSE"]
 
 
-def test_no_module_needs_what_is_no_dependency():
+def test_no_module_imports_an_undeclared_dependency():
     imported = set()
     for package in ("models", "data", "pipeline", "jobs"):
         for path in (ROOT / package).rglob("*.py"):

@@ -403,7 +403,7 @@ def test_run_survives_a_broken_node_that_joins(nodes, tmp_path) -> None:
 
     try:
         value = supervise(
-            worker_functions.commit_until_told,
+            worker_functions.commit_until_stopped,
             task,
             context,
             worlds=(4, 3),

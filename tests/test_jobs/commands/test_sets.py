@@ -157,7 +157,7 @@ def test_two_shards_with_the_same_table_name_are_refused(photos, tmp_path, capsy
     capsys.readouterr()
     tars = [str(tmp_path / "a" / "b-000000.tar"), str(tmp_path / "a--b-000000.tar")]
     assert main(["index", *tars, "--output", str(tmp_path / "index")]) == 65
-    assert "two shards would share table a--b-000000.npy; rename one" in capsys.readouterr().err
+    assert "two shards would have the same table a--b-000000.npy; rename one" in capsys.readouterr().err
 
 
 def test_an_index_does_not_overwrite_the_tables_of_another_one(photos, tmp_path, capsys):

@@ -9,13 +9,13 @@ import torch
 import models
 from jobs.__main__ import main
 from pipeline.checkpoints.manifest import committed
-from tests.support.drives import finish, said, stage
+from tests.support.drives import finish, output_of, stage
 
 
 @pytest.fixture(scope="module")
 def trained_run(tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("made") / "run"
-    assert finish(run, "pretrain.steps=12", "pretrain.save_every=4") == 0, said(run)
+    assert finish(run, "pretrain.steps=12", "pretrain.save_every=4") == 0, output_of(run)
     return run
 
 

@@ -38,7 +38,7 @@ def test_subset_refuses_a_file_as_its_output_folder(tmp_path, parent, capsys):
     assert f"{tmp_path}/file is a file\n  expected a folder for the shards" in capsys.readouterr().err
 
 
-def test_a_name_is_for_one_subset(tmp_path, parent, capsys):
+def test_name_applies_to_only_one_subset(tmp_path, parent, capsys):
     words = ["subset", str(parent.tables), "--name", "half"]
     two = ["--part", ":12", "--output", str(tmp_path / "a"), "--part", "12:", "--output", str(tmp_path / "b")]
     assert main([*words, *two]) == 64

@@ -38,9 +38,9 @@ def test_plan_counts_dropped_tokens_and_lists_the_phases(recipe):
     ("overrides", "message"),
     [
         (("pretrain.thinning.patch_dropout=1.0",), "expected 0 .off. to less than 1"),
-        (("pretrain.thinning.patch_dropout_until=0.0",), "expected a share of the steps"),
-        (("pretrain.thinning.image_sizes=[16]",), "one share of the steps per size"),
-        ((*TOKEN_DROPPING, "pretrain.thinning.image_sizes_until=[1.0]"), "increasing shares of the steps"),
+        (("pretrain.thinning.patch_dropout_until=0.0",), "expected a fraction of the steps"),
+        (("pretrain.thinning.image_sizes=[16]",), "one fraction of the steps for each size"),
+        ((*TOKEN_DROPPING, "pretrain.thinning.image_sizes_until=[1.0]"), "increasing fractions of the steps"),
         (
             (*TOKEN_DROPPING, "pretrain.thinning.image_sizes=[12]"),
             "multiples of 8 below model.image_size 24, for example 8",
@@ -50,7 +50,7 @@ def test_plan_counts_dropped_tokens_and_lists_the_phases(recipe):
         ((*TOKEN_DROPPING, "pretrain.model.positions_at=every"), "every layer adds positions"),
         (
             (*TOKEN_DROPPING, "pretrain.model.name=Axial-mu/8"),
-            "classification with plain ViTs and hybrids; found family axial",
+            "classification with plain or hybrid ViTs; found family axial",
         ),
         ((*TOKEN_DROPPING, *MASKED), "found family masked, objective masked"),
     ],

@@ -300,7 +300,7 @@ def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path,
         (
             ["pretrain.data.tail=drop", *LARGE],
             78,
-            "1,442 samples do not fill a batch of 2,048, and tail=drop would skip",
+            "1,442 samples do not fill a batch of 2,048, so tail=drop would skip",
         ),
         (["pretrain.optim.lr=1e-6"], 78, "pretrain.optim.lr 1e-06 is below pretrain.optim.schedule.end 1e-05"),
         (["pretrain.mixup=0.8", "pretrain.micro_batch=1"], 78, "set micro_batch=2, or mixup=0"),
@@ -321,7 +321,7 @@ def test_mixture_whose_set_is_smaller_than_its_share_of_a_batch_is_refused_with_
     words.append(f"pretrain.data={{train: null, evaluate: null, tail: drop, mixture: {{{sets}}}}}")
     assert main(words) == 78
     # Half of the batch is larger than the 355 test images.
-    assert "pretrain: 355 samples do not fill a batch of 512, and tail=drop" in capsys.readouterr().err
+    assert "pretrain: 355 samples do not fill a batch of 512, so tail=drop" in capsys.readouterr().err
     assert not list((recipe.parent / "run").glob("pretrain-*/attempts/*"))
 
 
@@ -467,7 +467,7 @@ def test_a_short_shard_of_a_later_stage_is_found_before_the_first_one_runs(recip
         for command in ("plan", "run"):
             assert main([command, str(recipe), override]) == 65
             said.append(error_of(capsys))
-        assert "test-000002.tar: 0 bytes, the index lists " in said[0]
+        assert "test-000002.tar: found 0 bytes, but the index lists " in said[0]
         assert said[0] == said[1]
     assert not list((recipe.parent / "run").glob("pretrain-*")), "no step was trained in vain"
 

@@ -88,7 +88,7 @@ def test_classes_of_numbers_classes_as_another_data_set_and_reports_missing_ones
     assert labels_by_class(tmp_path / "b") == {"bird": {b"1"}, "kitty": {b"2"}}
     assert "class names: 'airplane', 'bird', 'cat'" in capsys.readouterr().out
     assert main([*command, "--rename", "puppy=cat"]) == 65
-    assert "rename has 'puppy', which this source does not have" in capsys.readouterr().err
+    assert "rename contains 'puppy', but this source has no such class" in capsys.readouterr().err
     assert main([*command, "--rename", "kitty"]) == 64
 
 
@@ -99,7 +99,7 @@ def test_classes_are_kept_by_name_and_keep_their_ids(tmp_path, capsys):
     (packed,) = (tmp_path / "run").glob("shards-*")
     assert labels_by_class(packed / "train") == {"bird": {b"1"}, "cat": {b"2"}}
     assert main(["run", recipe_of(tmp_path, sets.replace("cat", "cow"))]) == 65
-    assert "keep has 'cow', which this source does not have" in capsys.readouterr().err
+    assert "keep contains 'cow', but this source has no such class" in capsys.readouterr().err
     assert main(["run", recipe_of(tmp_path, sets.replace("cat", "-1"))]) == 78
 
 
@@ -262,7 +262,7 @@ def test_unknown_names_and_ambiguous_class_lists_are_refused(texts, tmp_path, ca
     assert "sample 1 has label 'great white shark', which is not one of the 2 class names" in capsys.readouterr().err
     (tmp_path / "numbers.txt").write_text("7\n1\n")
     assert main(["index", str(texts), "--names", f"{tmp_path}/numbers.txt"]) == 65
-    assert "class 0 has the name 7, which as a label would mean class 7" in capsys.readouterr().err
+    assert "class 0 has the name 7, but a label 7 would mean class 7" in capsys.readouterr().err
     assert main(["pack", "tars", str(texts), f"{tmp_path}/p", "--names", f"{tmp_path}/classes.txt"]) == 0
     assert main(["pack", "tars", str(texts), f"{tmp_path}/q", "--names", f"{tmp_path}/nowhere.txt"]) == 65
 

@@ -114,7 +114,7 @@ def test_run_keeps_values_of_the_environment_out_of_its_records(recipe, tmp_path
     assert "${oc.env:PLACE}/train" in change
     assert "otto" not in change
     assert "bob" not in change
-    with pytest.raises(DataError, match=r"PLACE is not set, or its value has changed since then"):
+    with pytest.raises(DataError, match=r"PLACE is not set, or has another value now"):
         _ = TrainedStage(stage).job
 
     # A record of an earlier version has the value itself.

@@ -263,12 +263,12 @@ def test_run_on_hosts_without_shared_storage_survives_a_lost_host(small, shards,
 
         words = [str(small), f"run={run}", "cluster.backend=ray", "cluster.scratch=/tmp/scratch", *slower]
         driver = Driver(cluster, words, tmp_path / "driver")
-        driver.until(lambda: "checkpoint step 10 committed" in driver.said, 300)
+        driver.until(lambda: "checkpoint step 10 committed" in driver.output, 300)
         network[worker_host(cluster)].kill()
-        assert driver.wait(600) == 0, driver.said
-        print(driver.said)
-        assert "restarting from step" in driver.said
-        assert "attempt 2: resumed from step" in driver.said
+        assert driver.wait(600) == 0, driver.output
+        print(driver.output)
+        assert "restarting from step" in driver.output
+        assert "attempt 2: resumed from step" in driver.output
         cluster.head.run(f"cp -r /tmp/scratch {tmp_path}/head")
         made = outcome(folder_of(tmp_path / "head"))
         expected = outcome(tmp_path / "run")

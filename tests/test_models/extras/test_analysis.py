@@ -89,7 +89,7 @@ def test_uniform_attention_reaches_the_mean_distance_of_a_grid_that_is_not_squar
         {"registers": 2, "pool": "gap", "pool_prefix": True},
     ],
 )
-def test_the_recomputed_weights_mix_the_values_to_what_the_attention_gave_out(config):
+def test_recomputed_weights_reproduce_the_attention_output(config):
     model = models.build("mu/8", (16, 24), 3, depth=2, **config).eval()
     seen = []
     last = model.blocks[-1].attention
@@ -135,7 +135,7 @@ def test_components_rebuild_the_filters_they_come_from():
     assert torch.equal(explained_by_first, explained[:28])
 
 
-def test_masked_models_are_looked_into_and_models_without_attention_refused():
+def test_masked_models_are_analysed_and_models_without_attention_refused():
     masked = models.build("Masked-mu/8", 16).eval()
     assert len(analysis.attention_weights(masked, IMAGES[..., :16])) == 1
     assert analysis.position_similarity(masked).shape == (2, 2, 2, 2)
@@ -146,7 +146,7 @@ def test_masked_models_are_looked_into_and_models_without_attention_refused():
         analysis.attention_weights(bit, IMAGES)
     with pytest.raises(ValueError, match="family axial"):
         analysis.attention_weights(axial, IMAGES)
-    with pytest.raises(ValueError, match="a ResNet precedes it"):
+    with pytest.raises(ValueError, match="the output of a ResNet stem"):
         analysis.embedding_components(hybrid)
-    with pytest.raises(ValueError, match="found positions none"):
+    with pytest.raises(ValueError, match="found positions=none"):
         analysis.position_similarity(bare)

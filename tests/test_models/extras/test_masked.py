@@ -100,7 +100,7 @@ def test_the_same_generator_gives_the_same_loss():
 
 
 @pytest.mark.parametrize("target", ["mean_color", "pixels"])
-def test_no_image_costs_nothing_and_the_loss_of_two_is_the_sum_of_theirs(target):
+def test_loss_of_no_images_is_0_and_loss_of_two_is_the_sum_of_both(target):
     model = build(target, corrupted=1.0, masked=1.0, swapped=0.0)  # nothing left to chance
     images = torch.rand(2, 3, 32, 32, generator=seeded(0)) * 2 - 1
     parts = [masked.objective(model, images[at], seeded(1))[0] for at in (slice(0, 1), slice(1, 2), slice(0, 0))]
@@ -124,7 +124,7 @@ def test_the_loss_falls_below_guessing():
     assert (loss / count).item() < 1.0 < torch.tensor(512.0).log()
 
 
-def test_finetuning_takes_the_vit_out(tmp_path):
+def test_finetuning_extracts_the_vit(tmp_path):
     source = build()
     models.save_weights(source, tmp_path)
     weights, config = models.load_weights(tmp_path)

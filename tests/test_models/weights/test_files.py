@@ -48,7 +48,9 @@ def test_nothing_is_unpickled(tmp_path):
     with pytest.raises(ValueError, match="allow_pickle"):
         models.load(tmp_path / "bomb.npz")
     torch.save({"blocks.0.norm1.weight": Bomb()}, tmp_path / "bomb.pth")
-    with pytest.raises(ValueError, match=r"not a file of tensors: .*\n.*with other objects are not supported"):
+    with pytest.raises(
+        ValueError, match=r"cannot be read as a file of tensors: .*\n.*with other objects are not supported"
+    ):
         models.load(tmp_path / "bomb.pth")
     torch.save({"weight": torch.zeros(1)}, tmp_path / "model.bin")
     with pytest.raises(ValueError, match="convert other files to safetensors first"):
@@ -69,7 +71,7 @@ def test_nothing_is_unpickled(tmp_path):
         ({}, "pickle", "expected one of safetensors, npz, timm, hf, pth"),
     ],
 )
-def test_what_a_format_cannot_hold_is_refused(options, format, message, tmp_path):
+def test_model_that_a_format_cannot_store_is_refused(options, format, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         models.save(random_model(**options), tmp_path / "out", format=format)
     assert not (tmp_path / "out").exists()

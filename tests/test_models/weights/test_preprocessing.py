@@ -160,12 +160,15 @@ def test_every_image_processor_makes_its_own_pixels(kind, fields, transformers, 
 @pytest.mark.parametrize(
     ("described", "reason"),
     [
-        ({"image_processor_type": "FlavaImageProcessor"}, "FlavaImageProcessor is not one of ViT, CLIP"),
-        ({"image_processor_type": "ViTImageProcessor", "do_resize": False}, "not resized"),
-        ({"image_processor_type": "ViTImageProcessor", "rescale_factor": 1.0}, "multiplied by 1.0, not by 1/255"),
-        ({"image_processor_type": "ViTImageProcessor", "resample": 4}, "filter number 4"),
-        ({"image_processor_type": "CLIPImageProcessor", "do_center_crop": False}, "not cropped"),
-        ({"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 200}}, "padded from 200×200"),
+        (
+            {"image_processor_type": "FlavaImageProcessor"},
+            "FlavaImageProcessor is not supported; expected one of ViT, CLIP",
+        ),
+        ({"image_processor_type": "ViTImageProcessor", "do_resize": False}, "do_resize or do_rescale is false"),
+        ({"image_processor_type": "ViTImageProcessor", "rescale_factor": 1.0}, "rescale_factor is 1.0, expected 1/255"),
+        ({"image_processor_type": "ViTImageProcessor", "resample": 4}, "resample is 4, expected"),
+        ({"image_processor_type": "CLIPImageProcessor", "do_center_crop": False}, "without a crop"),
+        ({"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 200}}, "200×200 are padded to"),
     ],
 )
 def test_a_preprocessing_without_ops_is_not_used_and_the_reason_is_reported(described, reason, tmp_path):
@@ -179,7 +182,7 @@ def test_a_preprocessing_of_another_size_keeps_its_fraction_of_the_image():
     assert dinov2.at_size((518, 518)).ops == "resize_pillow(592, 'bicubic')|center_crop(518)"
     squashed = models.Preprocessing.from_timm({"crop_pct": 1.0, "crop_mode": "squash"}, (224, 224))
     assert squashed.at_size((32, 48)).ops == "resize_pillow((32, 48), 'bicubic')"
-    with pytest.raises(ValueError, match="makes images of 16×16, not 32×32"):
+    with pytest.raises(ValueError, match="produces images of 16×16, expected 32×32"):
         models.Preprocessing("resize(16)", (16, 16), (16, 16)).at_size((32, 32))
 
 
@@ -244,15 +247,15 @@ def test_unequal_sides_stay_unequal(timm, transformers, files, tmp_path):
 @pytest.mark.parametrize(
     ("ops", "image_size", "format", "message"),
     [
-        ("central_crop(16)", 16, "timm", "'central_crop(16)' does something else"),
-        ("central_crop(16)", 16, "hf", "'central_crop(16)' does something else"),
-        ("resize(24)|resize(16)", 16, "hf", "does something else"),
-        ("resize(24)|central_crop(20)|central_crop(16)", 16, "timm", "does something else"),
-        ("resize_small(32)|central_crop((16, 24))", (16, 24), "timm", "one crop_pct for both sides"),
-        ("resize((24, 20))|central_crop(16)", 16, "timm", "one crop_pct for both sides"),
+        ("central_crop(16)", 16, "timm", "'central_crop(16)' does not"),
+        ("central_crop(16)", 16, "hf", "'central_crop(16)' does not"),
+        ("resize(24)|resize(16)", 16, "hf", "but .* does not"),
+        ("resize(24)|central_crop(20)|central_crop(16)", 16, "timm", "but .* does not"),
+        ("resize_small(32)|central_crop((16, 24))", (16, 24), "timm", "the same crop_pct for both sides"),
+        ("resize((24, 20))|central_crop(16)", 16, "timm", "the same crop_pct for both sides"),
     ],
 )
-def test_ops_that_a_library_has_not_are_refused_and_nothing_is_written(
+def test_ops_that_a_library_lacks_are_refused_and_nothing_is_written(
     ops, image_size, format, message, tmp_path, capsys
 ):
     model = random_model(image_size=image_size)
@@ -273,7 +276,7 @@ def test_ops_that_a_library_has_not_are_refused_and_nothing_is_written(
     )
 
 
-def test_an_npz_has_no_place_for_it_and_a_folder_of_ours_keeps_it(tmp_path, capsys):
+def test_folder_of_ours_keeps_the_preprocessing_and_an_npz_cannot_store_it(tmp_path, capsys):
     exported(CROPPED, "safetensors", tmp_path)
     name = "preprocessing.json"
     assert (tmp_path / "safetensors" / name).read_bytes() == (tmp_path / "ours" / name).read_bytes()

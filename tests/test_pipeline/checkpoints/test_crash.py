@@ -47,7 +47,7 @@ def recorded(request) -> tuple[Path, list[dict[str, Any]]]:
 
 
 def newest_saved(outcome: dict[str, Any]) -> int:
-    return max([30] + [value for kind, value in outcome["said"] if kind == "saved"])
+    return max([30] + [value for kind, value in outcome["reports"] if kind == "saved"])
 
 
 def check(outcome: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ def check(outcome: dict[str, Any]) -> None:
     assert outcome["loads"] in (30, 40, 50), outcome
     assert outcome["loads"] >= newest_saved(outcome), outcome
     assert not outcome["complaints"], outcome
-    assert outcome["attempt"] >= dict(outcome["said"]).get("attempt", 1), outcome
+    assert outcome["attempt"] >= dict(outcome["reports"]).get("attempt", 1), outcome
 
 
 def test_crash_at_any_call_loses_no_reported_checkpoint(recorded) -> None:
@@ -81,7 +81,7 @@ def test_failing_call_keeps_the_previous_checkpoint_and_training_continues(recor
     failures = [o for o in recorded[1] if o["error"] == error]
     for outcome in failures:
         check(outcome)
-        said = outcome["said"]
+        said = outcome["reports"]
         assert not outcome["killed"], outcome
         assert not [value for kind, value in said if kind == "raised"], outcome
         kinds = dict(said)
@@ -92,9 +92,9 @@ def test_failing_call_keeps_the_previous_checkpoint_and_training_continues(recor
         if outcome["how"] == FAIL and "no-start" not in kinds and kinds.get("saved") != 50:
             assert said[-2][0] == "failed" or "failed" in kinds, outcome
     assert len(failures) > 50
-    unsaved = [o for o in failures if o["how"] == FAIL_FROM and "ready" in dict(o["said"]) and o["loads"] == 30]
+    unsaved = [o for o in failures if o["how"] == FAIL_FROM and "ready" in dict(o["reports"]) and o["loads"] == 30]
     assert len(unsaved) > 5 or error == errno.EIO  # the disk was full before the first save was complete
-    assert all(os.strerror(error) in str(dict(o["said"])["failed"]) for o in unsaved)
+    assert all(os.strerror(error) in str(dict(o["reports"])["failed"]) for o in unsaved)
     print(f"{len(failures)} failing calls of {errno.errorcode[error]}: nothing lost")
 
 

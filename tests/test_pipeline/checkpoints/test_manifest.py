@@ -78,7 +78,7 @@ def test_folder_renamed_to_another_step_is_refused(group) -> None:
     os.rename(group.folder / "step-0000000010", group.folder / "step-0000000090")
     step, said = savers.pick(group.folder)
     assert step == 20
-    assert "describes step 10, but its folder is named step-0000000090" in said[0]
+    assert "is the manifest of step 10, but its folder is named step-0000000090" in said[0]
 
 
 def test_manifest_records_the_real_state(group) -> None:

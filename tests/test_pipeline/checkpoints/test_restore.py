@@ -119,10 +119,10 @@ def test_damage_found_by_one_worker_makes_all_load_the_previous_checkpoint(cases
         for outcome in (first, second):
             assert (outcome["step"], outcome["wrong"], outcome["error"]) == (10, 0, ""), (zero, file, outcome)
             assert outcome["left"] == ["bad-0000000020-000002", "step-0000000010"]
-        (line,) = first["said"]
+        (line,) = first["log"]
         assert file in line
         assert "kept as bad-0000000020-000002; trying the previous checkpoint" in line
-        assert second["said"] == [], "rank 0 speaks for all"
+        assert second["log"] == [], "rank 0 speaks for all"
         if zero == 2:  # worker 1 reads only its own file
             assert "(read by worker 1 on" in line
             assert "the file has changed" in line

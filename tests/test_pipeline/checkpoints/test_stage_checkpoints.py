@@ -169,7 +169,7 @@ def test_former_owner_with_deleted_files_commits_nothing(group) -> None:
     group.begin(30)
     assert savers.pick(group.folder)[0] == 20  # another start deletes the save in flight
     assert group.finish() is None
-    assert "sees no such file there after 0 s" in group.savers[0].failure
+    assert "sees no file there after 0 s" in group.savers[0].failure
     assert savers.pick(group.folder)[0] == 20
 
 
@@ -178,7 +178,7 @@ def test_former_owner_with_deleted_files_commits_nothing(group) -> None:
 
 def test_file_not_visible_to_rank_0_fails_the_save_with_worker_node_and_path(group, monkeypatch) -> None:
     monkeypatch.setattr("data.files.SEEN_WITHIN_S", 0.2)
-    for seen, said in ((None, "no such file"), (b"half", "4 bytes")):
+    for seen, said in ((None, "no file"), (b"half", "4 bytes")):
         group.begin(30)
         path = group.temporary(30) / "rank-00001.safetensors"
         path.unlink()
@@ -392,11 +392,11 @@ def test_commit_is_announced_after_the_deletion_if_the_next_save_would_not_fit(
     monkeypatch.setattr(saver, "free_bytes", lambda folder: group.savers[0].expected_bytes - 1)
     threading.Timer(0.2, slow_disk.may_delete.set).start()
     assert group.finish_only() is not None
-    assert group.told[-1] == ["step-0000000020", "step-0000000030"]
+    assert group.listings[-1] == ["step-0000000020", "step-0000000030"]
 
 
 def test_commit_is_announced_at_once_if_the_next_save_fits(deleting) -> None:
-    assert {OLD, "step-0000000010"} & set(deleting.told[-1])
+    assert {OLD, "step-0000000010"} & set(deleting.listings[-1])
 
 
 def test_every_failure_of_a_deletion_is_logged(group, tmp_path, monkeypatch) -> None:
@@ -417,7 +417,7 @@ def test_every_failure_of_a_deletion_is_logged(group, tmp_path, monkeypatch) -> 
     assert group.save(40) is not None
     assert len(said) == 2, said
     assert OLD in said[1], said
-    assert "could not delete all of" in said[1], said
+    assert "could not delete all files of" in said[1], said
 
 
 def test_commit_fails_if_the_rename_is_not_durable_and_the_step_can_be_saved_again(group, monkeypatch) -> None:

@@ -20,17 +20,17 @@ from tests.support.configs import FullConfig
 def alone(tmp_path, monkeypatch) -> Any:
     """Return rank 0 of a single-worker group at step 10 of 100; its log and records are collected."""
     monkeypatch.setattr(dist, "broadcast_object_list", lambda values, src: None)
-    said: list[str] = []
+    lines: list[str] = []
 
     def report(kind: str, values: Any, line: str) -> bool:
-        said.append(line)
+        lines.append(line)
         return True
 
     paths = {"directory": str(tmp_path), "attempt_folder": tmp_path, "evaluate": "/shards/test", "probe_train": None}
     job = SimpleNamespace(**paths, storage=Folder(tmp_path))
-    telemetry = SimpleNamespace(log=said.append, report=report)
+    telemetry = SimpleNamespace(log=lines.append, report=report)
     group = SimpleNamespace(rank=0, telemetry=telemetry)
-    return SimpleNamespace(job=job, group=group, data=SimpleNamespace(steps=100), said=said)
+    return SimpleNamespace(job=job, group=group, data=SimpleNamespace(steps=100), lines=lines)
 
 
 class Evaluating(AsyncEvaluator):
@@ -92,7 +92,7 @@ def test_evaluation_that_ends_several_attempts_is_skipped_and_logged(alone, tmp_
             with open(tmp_path / "metrics.jsonl", "a") as file:
                 file.write(record("evaluate_skipped", 10))
     assert evaluator.evaluated == [10, 10]
-    assert alone.said == ["evaluate step 10 SKIPPED: 3 attempts ended without a result"]
+    assert alone.lines == ["evaluate step 10 SKIPPED: 3 attempts ended without a result"]
 
 
 @pytest.mark.parametrize(("changes", "step"), [({"evaluate": None}, 10), ({}, 0), ({}, 15), ({}, 100)])
@@ -111,7 +111,7 @@ def test_next_attempt_repeats_stopped_evaluations_and_logs_skipped_ones(alone, t
     progress: Any = SimpleNamespace(step=10)
     assert not Evaluating(alone.job, is_stopped=True).resume(alone, progress)
     skipped = "evaluate step 5 SKIPPED: asynchronous evaluation has been turned off"
-    assert alone.said == [skipped, "evaluation of step 10 stopped; it will be repeated later"], "20 is taken again"
+    assert alone.lines == [skipped, "evaluation of step 10 stopped; it will be repeated later"], "20 is taken again"
     evaluator = Evaluating(alone.job)
     assert evaluator.resume(alone, progress)
     assert evaluator.evaluated == [10]

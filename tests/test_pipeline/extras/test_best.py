@@ -91,7 +91,7 @@ def test_each_metric_has_its_own_best_but_single_draws_have_none():
     [
         ({"patience": 2, "evaluate_every": 4}, "patience is 2, but keep_best does not name a metric"),
         ({"patience": -1}, "patience is -1"),
-        ({"keep_best": "accuracy"}, "keep_best is accuracy, but evaluate_every is 0: the only evaluation"),
+        ({"keep_best": "accuracy"}, "keep_best is accuracy, but evaluate_every is 0, so the stage"),
         ({"keep_best": "accuracy", "evaluate_every": 4, "evaluate_on": "spare"}, "and evaluate_on is spare: the stage"),
         (
             {"keep_best": "accuracy", "evaluate_every": 4, "polyak": 0.9},

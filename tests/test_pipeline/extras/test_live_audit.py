@@ -58,7 +58,7 @@ def test_majority_decides_which_worker_is_wrong(votes: str, accused: int | None,
 
 
 def test_share_is_checked_and_exact_mode_is_required():
-    with pytest.raises(ConfigError, match=r"health\.audit is 2, expected a share of the steps, 0 to 1"):
+    with pytest.raises(ConfigError, match=r"health\.audit is 2, expected a fraction of the steps, 0 to 1"):
         HealthConfig(audit=2)
     with pytest.raises(ConfigError, match=r"set exact_parts to the largest number of workers, or health\.audit=0"):
         SpikeConfig(steps=1, health=HealthConfig(audit=0.01))
@@ -96,6 +96,6 @@ def test_accused_worker_ends_the_attempt_before_the_wrong_step_is_committed(shar
     assert caught.value.rank == 1
     assert caught.value.kind == CorruptWorker.__name__
     assert caught.value.exit_code is None
-    assert "live audit of step 6: worker 1 is wrong: the gradient of " in caught.value.cause
+    assert "live audit of step 6: worker 1 computed wrong results: the gradient of " in caught.value.cause
     steps = [step_of(name) for name in committed(tmp_path / "run" / "pretrain-00000000" / "checkpoints")]
     assert steps and max(steps) <= 5

@@ -97,8 +97,8 @@ def test_restored_law_gives_the_same_forecast():
         ([[1.0], [1.0], [2.0], [2.0]], [4.0, 3.0, 2.0, 1.0], "a variable of the law has 2 values, expected at least 3"),
         ([[1.0], [2.0], [3.0], [4.0]], [3.0, 2.0, 1.0, 0.0], "a value is 0 or less"),
         ([[1.0], [2.0], [3.0], [0.0]], [3.0, 2.0, 1.0, 1.0], "a value is 0 or less"),
-        ([[1.0], [2.0], [3.0], [np.inf]], [3.0, 2.0, 1.0, 1.0], "a value is infinite or not a number"),
-        ([[1.0], [2.0], [3.0], [4.0]], [3.0, 2.0, np.nan, 1.0], "a value is infinite or not a number"),
+        ([[1.0], [2.0], [3.0], [np.inf]], [3.0, 2.0, 1.0, 1.0], "a value is infinite or NaN"),
+        ([[1.0], [2.0], [3.0], [4.0]], [3.0, 2.0, np.nan, 1.0], "a value is infinite or NaN"),
     ],
 )
 def test_unsuitable_points_are_rejected(x, y, message):

@@ -80,11 +80,11 @@ def test_sine_positions_are_computed_for_the_smaller_grid():
 def test_other_image_sizes_are_rejected_outside_of_training_phases():
     model = models.build("mu/4", 32, 5)
     images = torch.randn(1, 3, 16, 16)
-    with pytest.raises(ValueError, match="this model takes"):
+    with pytest.raises(ValueError, match="images have the shape"):
         model(images)
     model.smaller_sizes = ((16, 16),)
     model(images)
-    with pytest.raises(ValueError, match="this model takes"):
+    with pytest.raises(ValueError, match="images have the shape"):
         model(torch.randn(1, 3, 24, 24))
 
 

@@ -60,10 +60,13 @@ def test_auto_and_values_equal_to_the_recipe_change_nothing(content: dict[str, A
         ({"zero_optimization": {"overlap_com": True}}, "did you mean 'overlap_comm'?"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "Patchline does not support it"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "rounds transferred gradients"),
-        ({"zero_optimization": {"stage": 3}}, "is 3 in your file, but 2 in the recipe\n  remove one of them: set zero"),
+        (
+            {"zero_optimization": {"stage": 3}},
+            "is 3 in your file, but 2 in the recipe\n  remove one of the two: set zero",
+        ),
         (
             {"zero_optimization": {"stage3_max_live_parameters": 1}},
-            "has no effect at zero=2\n  it needs zero=3",
+            "has no effect at zero=2\n  remove this key, or set zero=3",
         ),
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size is 0\n  DeepSpeed says: "),
         ({"zero_optimization": {"overlap_comm": "perhaps"}}, "overlap_comm is 'perhaps'\n  DeepSpeed says: "),
@@ -71,14 +74,14 @@ def test_auto_and_values_equal_to_the_recipe_change_nothing(content: dict[str, A
         ({"gradient_accumulation_steps": 3}, "is 3 in your file, but 2 in the recipe"),
         (
             {"communication_data_type": "bf16"},
-            "'fp32' in the recipe\n  remove one of them: precision=fp32 sums gradients",
+            "'fp32' in the recipe\n  remove one of the two: precision=fp32 sums gradients",
         ),
         (
             {"timers": {"throughput": {"enabled": True}}},
             "DeepSpeed's timer would make the host wait twice per micro-batch",
         ),
         ({"xyzzy": 1}, "xyzzy is not allowed\n  expected only zero_optimization, with any of the keys overlap_comm"),
-        ([], "is not a mapping"),
+        ([], "does not contain a mapping"),
     ],
 )
 def test_other_settings_are_refused_with_a_replacement(content, message, tmp_path: Path):
@@ -105,7 +108,9 @@ def test_file_that_is_not_strict_json_is_refused(text: str, message: str, tmp_pa
 
 
 def test_missing_file_is_refused_with_a_remedy(tmp_path: Path):
-    with pytest.raises(ConfigError, match="No such file or directory\n  expected a JSON file, or deepspeed=null"):
+    with pytest.raises(
+        ConfigError, match="No such file or directory\n  expected the path of a JSON file, or deepspeed=null"
+    ):
         deepspeed_config(
             zero=2, precision="fp32", micro_batch=1, accumulation=1, clip=1.0, user_file=str(tmp_path / "none.json")
         )

@@ -124,10 +124,12 @@ def test_first_worker_that_does_not_start_is_named_unless_another_is_stopped(gro
 
 def test_slow_worker_is_named_but_not_in_an_even_group(group, watch, clock) -> None:
     for _ in range(SLOW_CHECKS):
+        clock.now += 1
         put(group, "reduce", "reduce", "reduce")
         watch.find_stall(awake)
     assert watch.slow() is None
     for _ in range(SLOW_CHECKS):
+        clock.now += 1
         put(group, "reduce", "reduce", "forward")
         watch.find_stall(awake)
         group[2].enter("backward", 7), group[2].enter("reduce", 7)

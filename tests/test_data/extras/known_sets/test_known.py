@@ -196,7 +196,7 @@ def test_pickled_or_damaged_cifar_and_parquet_without_bytes_are_rejected(tmp_pat
     write_folder(tmp_path / "beyond", {"batches.meta.txt": b"a b c d e f g h i j"})
     for name, message in (
         ("python", "expected the binary version, cifar-10-binary.tar.gz"),
-        ("odd", "batches.meta.txt: not UTF-8 at byte 3"),
+        ("odd", "batches.meta.txt: invalid UTF-8 at byte 3"),
         ("beyond", "data_batch_1-00000 has label 200, but there are 10 class names"),
     ):
         assert main(["pack", "cifar10", str(tmp_path / name), str(tmp_path / "OUT"), "--partial"]) == 65

@@ -36,7 +36,7 @@ def test_objectnet_images_get_all_imagenet_ids_and_lose_their_border(tmp_path, c
 def test_ambiguous_objectnet_name_is_rejected(tmp_path):
     folder = archives.objectnet(tmp_path / "objectnet-1.0")
     (folder / "mappings" / "objectnet_to_imagenet_1k.json").write_text('{"Banana": "crane"}')
-    with pytest.raises(DataError, match="'crane' does not name exactly one ImageNet class"):
+    with pytest.raises(DataError, match="'crane' is not the name of exactly one ImageNet class"):
         list(objectnet.samples(folder))
 
 
@@ -45,5 +45,5 @@ def test_image_that_is_all_border_is_rejected(sides, tmp_path):
     folder = archives.objectnet(tmp_path / "objectnet-1.0")
     red = np.full((*sides, 3), (0, 0, 255), np.uint8)
     (folder / "images/banana/cc.png").write_bytes(cv2.imencode(".png", red)[1].tobytes())
-    with pytest.raises(DataError, match=r"images/banana/cc\.png: not an image, or too small for a border"):
+    with pytest.raises(DataError, match=r"images/banana/cc\.png: not an image, or too small to remove its border"):
         list(objectnet.samples(folder))

@@ -50,7 +50,7 @@ def test_leaked_samples_are_marked_in_the_order_of_the_set(tmp_path):
     clean = make_subset(train, tmp_path / "clean", Rule(but=str(tmp_path / "leaks.json")))
     keys = [row["key"] for number in range(len(clean.shards)) for row in clean.table(number)]
     assert keys == b"s2 s3 s4 s5 s6 s7".split()
-    with pytest.raises(DataError, match=rf"{train.digest[:12]}.*is not among the test sets of leaks.json"):
+    with pytest.raises(DataError, match=rf"{train.digest[:12]}.*is not one of the test sets in leaks.json"):
         in_pairs(leaks, train, "test")
 
 

@@ -221,7 +221,7 @@ def test_similar_test_images_are_compared_only_by_pixels(tmp_path, capsys):
     assert "of 435 pairs of different test images have similar low frequencies" in said
     assert "--fits 1" in said
     assert not (tmp_path / "leaks" / "leaks.json").exists()
-    with pytest.raises(DataError, match="copies cannot be recognised by their pictures"):
+    with pytest.raises(DataError, match="copies cannot be recognised by the look of the images"):
         find_leaks({"train": train}, {"test": test}, tmp_path / "leaks")
     # Compare the suggested workaround with the arrays themselves.
     leaks = find_leaks({"train": train}, {"test": test}, tmp_path / "leaks", fits=1.0)

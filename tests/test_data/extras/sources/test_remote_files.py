@@ -83,9 +83,11 @@ def test_sources_that_cannot_be_urls_are_refused(server, tmp_path, capsys) -> No
     assert main(["pack", "folder", f"{SET}/train", target]) == 65
     assert f"source folder: path is {SET}/train, expected a path on this machine" in capsys.readouterr().err
     assert main(["pack", "parquet", "s3://bucket/a.parquet", target]) == 65
-    assert "s3://bucket/a.parquet: Parquet files can be packed from hf:// and from folders" in capsys.readouterr().err
+    assert (
+        "s3://bucket/a.parquet: Parquet files can be packed only from hf:// or from a folder" in capsys.readouterr().err
+    )
     assert main(["pack", "parquet", f"{SET}/train", target]) == 65
-    assert "no *.parquet found" in capsys.readouterr().err
+    assert "found no *.parquet files" in capsys.readouterr().err
     server.has_lfs = False
     server.commits["b" * 40] = dict(server.commits[server.main])
     assert main(["pack", "parquet", f"{SET}@{'b' * 40}/data", target]) == 65

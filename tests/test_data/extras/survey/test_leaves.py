@@ -61,7 +61,7 @@ def test_flat_folder_and_existing_table_are_refused(tmp_path):
         write_leaf_table(str(tmp_path / "t"), str(tmp_path / "all.csv"))
     plant(tmp_path / "t", "a/1.jpg")
     (tmp_path / "all.csv").write_text("mine")
-    with pytest.raises(DataError, match="is not overwritten"):
+    with pytest.raises(DataError, match="will not be overwritten"):
         write_leaf_table(str(tmp_path / "t"), str(tmp_path / "all.csv"))
     assert (tmp_path / "all.csv").read_text() == "mine"
 

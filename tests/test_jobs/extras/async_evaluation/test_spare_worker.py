@@ -34,7 +34,7 @@ from pipeline.worker import Progress
 from tests.support import worker_functions
 from tests.support.configs import FullConfig
 from tests.support.demo import step_losses
-from tests.support.drives import assert_same, finish, said, stage, start
+from tests.support.drives import assert_same, finish, output_of, stage, start
 
 EVERY_16 = ("pretrain.evaluate_every=16", "pretrain.keep_every=16")  # steps at which nothing else is saved
 SPARE = "pretrain.evaluate_on=spare"
@@ -68,7 +68,7 @@ def sets(shards, tmp_path_factory) -> tuple[str, ...]:
 def loop(tmp_path_factory, sets) -> Path:
     """A run whose training workers evaluate steps 16, 32 and 40."""
     run = tmp_path_factory.mktemp("loop") / "run"
-    assert finish(run, *EVERY_16, *sets) == 0, said(run)
+    assert finish(run, *EVERY_16, *sets) == 0, output_of(run)
     return run
 
 
@@ -83,7 +83,7 @@ def run(loop, tmp_path) -> Path:
 
 
 def test_evaluation_during_training_has_the_values_of_the_training_loop(loop, run, sets, shards) -> None:
-    assert finish(run, *EVERY_16, *sets, SPARE, patch="spare_core") == 0, said(run)
+    assert finish(run, *EVERY_16, *sets, SPARE, patch="spare_core") == 0, output_of(run)
     assert_same(run, loop)
     assert evaluated(run) == evaluated(loop)
     assert evaluated(run).keys() == {16, 32, 40}
@@ -104,17 +104,17 @@ def test_evaluation_during_training_has_the_values_of_the_training_loop(loop, ru
 @pytest.mark.parametrize("options", [("precision=bf16", "zero=3"), ("polyak=0.9", "zero=1"), ("exact_parts=4",)])
 def test_the_values_equal_those_of_the_loop_with_other_settings(options, run, sets) -> None:
     settings = [f"pretrain.{option}" for option in options]
-    assert finish(run, *EVERY_16, *sets, *settings) == 0, said(run)
+    assert finish(run, *EVERY_16, *sets, *settings) == 0, output_of(run)
     expected = evaluated(run)
     shutil.rmtree(stage(run))
-    assert finish(run, *EVERY_16, *sets, *settings, SPARE, patch="spare_core") == 0, said(run)
+    assert finish(run, *EVERY_16, *sets, *settings, SPARE, patch="spare_core") == 0, output_of(run)
     assert where(run)[16] == "spare"
     assert evaluated(run) == expected
 
 
 @pytest.mark.slow
 def test_without_a_spare_core_the_loop_evaluates_and_logs_the_cost(loop, run, sets) -> None:
-    assert finish(run, *EVERY_16, *sets, SPARE, "cluster.cpus_per_worker=1") == 0, said(run)
+    assert finish(run, *EVERY_16, *sets, SPARE, "cluster.cpus_per_worker=1") == 0, output_of(run)
     assert_same(run, loop)
     assert evaluated(run) == evaluated(loop)
     assert set(where(run).values()) == {"training"}
@@ -129,26 +129,26 @@ def test_without_a_spare_core_the_loop_evaluates_and_logs_the_cost(loop, run, se
 )
 def test_an_evaluator_that_dies_or_hangs_does_not_affect_training(how, cause, loop, run, sets) -> None:
     stall = "pretrain.stall_s=6"
-    assert finish(run, *EVERY_16, *sets, SPARE, stall, patch=f"evaluator_dies {how}") == 0, said(run)
+    assert finish(run, *EVERY_16, *sets, SPARE, stall, patch=f"evaluator_dies {how}") == 0, output_of(run)
     assert_same(run, loop)
     assert evaluated(run) == evaluated(loop)
     assert where(run)[16] == "spare"
-    assert f"evaluate step 16: the spare worker failed ({cause}" in said(run), said(run)
-    assert "try 1 of 3" in said(run)
-    assert "restarting" not in said(run)
+    assert f"evaluate step 16: the spare worker failed ({cause}" in output_of(run), output_of(run)
+    assert "try 1 of 3" in output_of(run)
+    assert "restarting" not in output_of(run)
     assert len(list(run.parent.glob("struck-*"))) == 1
     assert not (stage(run) / "incidents.txt").exists()
 
 
 @pytest.mark.slow
 def test_an_evaluator_that_always_dies_is_given_up_with_a_message(loop, run, sets) -> None:
-    assert finish(run, *EVERY_16, *sets, SPARE, patch="evaluator_dies SIGKILL 99") == 0, said(run)
+    assert finish(run, *EVERY_16, *sets, SPARE, patch="evaluator_dies SIGKILL 99") == 0, output_of(run)
     assert_same(run, loop)
     assert evaluated(run)[40] == evaluated(loop)[40]
     failed = {record["step"] for record in read_metrics(stage(run), "evaluate_failed")}
     assert 16 in failed
     assert failed | evaluated(run).keys() == {16, 32, 40}
-    assert "evaluate step 16 FAILED on a spare worker (killed by SIGKILL)" in said(run), said(run)
+    assert "evaluate step 16 FAILED on a spare worker (killed by SIGKILL)" in output_of(run), output_of(run)
 
 
 def wait_for(claim: Callable[[], object], process: Any) -> None:
@@ -164,15 +164,15 @@ def wait_for(claim: Callable[[], object], process: Any) -> None:
 def test_the_next_command_finishes_pending_evaluations(number, exit_code, loop, run, sets) -> None:
     """The driver is killed, or asked to stop, after training while evaluations are pending."""
     process = start(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator")
-    wait_for(lambda: "for the evaluation of steps 16, 32" in said(run), process)
+    wait_for(lambda: "for the evaluation of steps 16, 32" in output_of(run), process)
     os.kill(process.pid, number)
     process.join(60)
-    assert process.exitcode == exit_code, said(run)
+    assert process.exitcode == exit_code, output_of(run)
     assert requested_steps(stage(run)) == [16, 32]
     assert evaluated(run).keys() == {40}
-    assert exit_code != 75 or "but the evaluation of steps 16, 32 has not; run the same command again" in said(run)
+    assert exit_code != 75 or "but the evaluation of steps 16, 32 has not; run the same command again" in output_of(run)
     (run.parent / "go").touch()
-    assert finish(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator") == 0, said(run)
+    assert finish(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator") == 0, output_of(run)
     assert_same(run, loop)
     values = {record["step"]: record["accuracy"] for record in read_metrics(stage(run), "evaluate")}
     assert values == {step: row["accuracy"] for step, row in evaluated(loop).items()}
@@ -482,17 +482,17 @@ def test_a_result_is_kept_until_its_record_is_written(tmp_path, monkeypatch) -> 
 def test_on_ray_a_free_cpu_evaluates_with_the_same_values(run, sets) -> None:
     """The embedded cluster has two CPUs; the training worker uses one."""
     one = (*EVERY_16, *sets, "cluster.workers=1")
-    assert finish(run, *one) == 0, said(run)
+    assert finish(run, *one) == 0, output_of(run)
     expected, losses = evaluated(run), step_losses(stage(run))
     weights = (stage(run) / "weights.safetensors").read_bytes()
     shutil.rmtree(stage(run))
-    assert finish(run, *one, "cluster.backend=ray", SPARE) == 0, said(run)
-    assert where(run) == {16: "spare", 32: "spare", 40: "training"}, said(run)
+    assert finish(run, *one, "cluster.backend=ray", SPARE) == 0, output_of(run)
+    assert where(run) == {16: "spare", 32: "spare", 40: "training"}, output_of(run)
     assert evaluated(run) == expected
     assert step_losses(stage(run)) == losses
     assert (stage(run) / "weights.safetensors").read_bytes() == weights
     assert not (stage(run) / "incidents.txt").exists()
-    assert "retried" not in said(run)
+    assert "retried" not in output_of(run)
 
 
 @pytest.mark.slow

@@ -419,7 +419,7 @@ def test_the_median_size_is_printed_and_grey_images_are_read(tmp_path, capsys):
     assert stage.model.image_size == (64, 64)
 
 
-def test_each_recipe_has_a_run_of_its_own(tmp_path, capsys):
+def test_each_recipe_has_a_separate_run(tmp_path, capsys):
     samples = three_digits()
     (tmp_path / "input").mkdir()
     rows = table(tmp_path / "input" / "rows", samples)

@@ -62,8 +62,8 @@ def test_labels_packed_sets_and_file_names_determine_the_recipe(tmp_path, capsys
         assert campaign.stages[-1].config.data.evaluate == "@parts/held-out"
     Path("tars/more.tar").write_bytes(b"")
     for words, code, message in (
-        (["tars"], 65, "to use only the others, run python -m jobs new 'tars/digits-*.tar'"),
-        ([several[0], "tars/more.tar"], 64, "no folder or pattern matches exactly these paths"),
+        (["tars"], 65, "to use only the other files, run python -m jobs new 'tars/digits-*.tar'"),
+        ([several[0], "tars/more.tar"], 64, "no folder or pattern matches exactly these"),
         (["tars", "--minutes", "0"], 64, "--minutes is 0, expected a training time"),
         (["tars", "--minutes", "nan"], 64, "--minutes is nan, expected a training time"),
     ):

@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_audit_under_other_instructions_cannot_judge_and_names_them(folder: Path) -> None:
+def test_audit_with_other_instructions_is_inconclusive_and_names_them(folder: Path) -> None:
     code, output = jobs(folder, "audit run --from 5 --to 10 --output other", **OTHER)
     (finding,) = artifacts.read_record(folder / "other" / "audit.json")["stretches"]
     before, after = finding["conditions"]["arithmetic"]

@@ -35,7 +35,7 @@ def test_a_law_is_a_line_in_our_panel_and_series_differ_without_colours() -> Non
     assert first.get_linestyle() != second.get_linestyle()
 
 
-def test_names_stand_at_whole_numbers_in_order_of_appearance() -> None:
+def test_names_are_drawn_at_integers_in_order_of_appearance() -> None:
     record = {**panel("ours"), "log": [], "stamp": ""}
     for point, name in zip(record["points"], ("small", "big"), strict=True):
         point["x"] = name

@@ -92,6 +92,27 @@ def test_a_branch_is_bit_equal_to_its_trunk_and_to_a_separate_run_and_a_law_is_s
     assert weights["after.a"]
 
 
+def test_a_longer_stage_is_refused_with_a_command_that_equals_a_run_of_this_length(tmp_path, shards, capsys):
+    path = recipe(tmp_path, shards)
+    sections = yaml.safe_load(path.read_text())
+    trunk = {**sections["trunk"], "steps": 12, "keep_every": 0}
+    short = {name: sections[name] for name in ("run", "cluster")}
+    optim = {**COMMON["optim"], "schedule": {**COMMON["optim"]["schedule"], "cooldown_steps": 2}}
+    path.write_text(yaml.safe_dump({**short, "trunk": trunk, "apart": {**trunk, "optim": optim, "steps": 20}}))
+    assert main(["run", str(path)]) == 0
+    (folder,) = (tmp_path / "run").glob("trunk-*")
+    (folder / "done.json").unlink()
+    capsys.readouterr()
+    assert main(["run", str(path), "trunk.steps=20"]) == 78
+    error = capsys.readouterr().err
+    assert f"python -m jobs checkpoints export {folder} --to FOLDER" in error
+    command = error.partition("extend it with a new cool-down: python -m jobs run RECIPE ")[2].splitlines()[0]
+    assert command.split()[0] == "trunk.steps=12"
+    assert main(["run", str(path), "trunk.steps=20", *command.split()]) == 0
+    weights = [next((tmp_path / "run").glob(f"{name}-*/weights.safetensors")) for name in ("trunk-longer", "apart")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
 def law_of(axis: str, y: str = "accuracy") -> dict[str, Any]:
     """Return a section `figure` over the runs of the sweep, with a law over one axis, from four evaluations."""
     figure = {"kind": "figure", "tables": {"t": "@far"}, "y": y, "fit": [axis], "curve": True, "x": "samples"}

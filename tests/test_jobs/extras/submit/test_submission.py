@@ -76,7 +76,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_list_without_jobs_says_so(dashboard, capsys) -> None:
+def test_list_without_jobs_reports_that_there_are_none(dashboard, capsys) -> None:
     client = JobSubmissionClient()
     for job in client.list_jobs():  # from earlier tests, which run in any order
         if job.submission_id:
@@ -419,7 +419,9 @@ def test_submitted_recipe_from_any_folder_is_the_same_campaign(recipe, shards, t
     with pytest.raises(ConfigError, match=r"mine\.yaml seems to contain a secret: "):
         portable(read_recipe(home / "mine.yaml", secret), str(here.run), home, KINDS)
     assert main(["plan", "env:NOTHING"]) == 78
-    assert "expected a recipe in the environment variable NOTHING, which is not set" in capsys.readouterr().err
+    assert (
+        "expected a recipe in the environment variable NOTHING, but the variable is not set" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

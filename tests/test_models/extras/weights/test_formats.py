@@ -11,9 +11,9 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("name", ["weights.bin", "weights.pt", "empty"])
-def test_other_files_are_refused_with_what_to_do(tmp_path, name) -> None:
+def test_unsupported_files_are_refused_with_a_remedy(tmp_path, name) -> None:
     with pytest.raises(
-        ValueError, match=r"nor a \.safetensors, \.npz or \.pth file\n  convert other files to safetensors"
+        ValueError, match=r"and not a \.safetensors, \.npz or \.pth file\n  convert other files to safetensors"
     ):
         load(tmp_path / name, {})
 

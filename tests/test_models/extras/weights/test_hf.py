@@ -47,7 +47,7 @@ def test_transformers_opens_our_directory_and_agrees(options, transformers, tmp_
         assert_logits(models.load(tmp_path / "hf"), images, model(images), 1e-6, rtol=2e-6)
 
 
-def test_their_own_saves_come_back_to_us(transformers, tmp_path):
+def test_weights_saved_by_transformers_load(transformers, tmp_path):
     config = transformers.ViTConfig(
         hidden_size=32,
         num_hidden_layers=2,
@@ -76,7 +76,7 @@ def test_their_own_saves_come_back_to_us(transformers, tmp_path):
 def test_scores_of_transformers_are_those_of_the_loss(loss, classes, transformers, tmp_path):
     model = random_model(classes=classes)
     if loss == "softmax" and classes == 1:
-        with pytest.raises(ValueError, match="transformers' ViT has no softmax over a single class"):
+        with pytest.raises(ValueError, match="transformers does not support softmax over a single class"):
             models.save(model, tmp_path, format="hf", loss=loss)
         return
     models.save(model, tmp_path, format="hf", loss=loss)
@@ -106,9 +106,9 @@ def test_model_without_classes_has_no_problem_type(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"positions_at": "shared"}, "^transformers' ViT has no learned positions shared by all layers; save"),
-        ({"positions_at": "every"}, "^transformers' ViT has no learned positions in every layer; save"),
-        ({"positions": "relative"}, "^transformers' ViT has no relative positions; save"),
+        ({"positions_at": "shared"}, "^ViT in transformers has no learned positions shared by all layers; save"),
+        ({"positions_at": "every"}, "^ViT in transformers has no learned positions in every layer; save"),
+        ({"positions": "relative"}, "^ViT in transformers has no relative positions; save"),
     ],
 )
 def test_positions_after_the_stem_are_not_written(options, message, tmp_path):

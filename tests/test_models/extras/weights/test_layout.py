@@ -12,7 +12,7 @@ from models.extras.weights.layout import with_learned_positions, without_slots
 from tests.support.weights import random_model
 
 
-def test_what_does_not_fit_is_listed_key_by_key(tmp_path):
+def test_error_lists_every_key_that_does_not_fit(tmp_path):
     models.save(random_model(), tmp_path / "good.npz", format="npz")
     arrays = dict(np.load(tmp_path / "good.npz"))
     del arrays["Transformer/encoder_norm/bias"]
@@ -34,7 +34,7 @@ def test_what_does_not_fit_is_listed_key_by_key(tmp_path):
     ("told", "message"),
     [
         ({"imagesize": 24}, r"no field 'imagesize'; did you mean 'image_size'\?"),
-        ({"image_size": 24}, r"\(24, 24\) has 9 patches and 1 prefix tokens, the file has 5 position entries"),
+        ({"image_size": 24}, r"needs 10 position entries \(9 patches, 1 prefix tokens\), but the file has 5"),
         ({"heads": 4}, r"query/kernel is 32x2x16, expected 32x4x8"),
     ],
 )
@@ -53,10 +53,10 @@ def test_given_settings_must_match_the_file(told, message, tmp_path):
         ("timm", {}, {"model_args": {"global_pool": "avgmax"}}, "uses avgmax pooling, which is not supported"),
         ("timm", {}, {"model_args": {"use_post_norm": True}}, "has use_post_norm"),
         ("hf", {"vit.pooler.dense.bias": torch.ones(32)}, {}, "1 keys: unknown vit.pooler.dense.bias 32"),
-        ("hf", {}, {"hidden_act": "relu"}, "hidden_act 'relu' is not one of gelu"),
+        ("hf", {}, {"hidden_act": "relu"}, "hidden_act is 'relu', expected one of gelu"),
     ],
 )
-def test_what_a_foreign_file_has_and_we_have_not_is_refused(format, extra, described, message, tmp_path):
+def test_unsupported_parts_of_a_foreign_file_are_refused(format, extra, described, message, tmp_path):
     models.save(random_model(), tmp_path, format=format)
     save_file({**load_file(tmp_path / "model.safetensors"), **extra}, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())

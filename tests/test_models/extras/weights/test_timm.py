@@ -88,7 +88,7 @@ def test_timm_opens_our_directory_and_agrees(options, timm, tmp_path):
         {"reg_tokens": 3, "num_classes": 0},
     ],
 )
-def test_what_timm_saves_comes_to_us(options, timm, tmp_path):
+def test_weights_saved_by_timm_load(options, timm, tmp_path):
     arguments = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
     arguments |= options
     theirs = timm.models.VisionTransformer(**arguments).eval()

@@ -60,3 +60,10 @@ def test_wrong_deepspeed_is_refused_with_the_name_of_the_difference(planted: str
         cases.append({"zero": 3, "planted": planted})
     for case, wrong in zip(cases, outcomes_of(cases, 2, tmp_path), strict=True):
         assert any(NAMED[planted] in text for text in wrong), (case, wrong)
+
+
+def test_check_keeps_no_memory(tmp_path: Path):
+    """The small model has 1.9 MB of weights, and as much again in each moment and copy."""
+    cluster = ClusterConfig(workers=1, backend="processes")
+    sizes = run_worker_group(engine_checks.bytes_after_checks, {}, cluster=cluster, name="memory", directory=tmp_path)
+    assert max(sizes) < 100_000

@@ -323,8 +323,8 @@ def test_only_as_many_micro_batches_are_traced_as_affect_memory(world, accumulat
         (1, "", "first\nRuntimeError: no such operator\n", "RuntimeError: no such operator"),
         (1, "{}\n", "RuntimeError: killed\n", "RuntimeError: killed"),  # at its end
         (0, "", "", "no error output"),  # no answer
-        (0, "{}\n", "", "unexpected output of the tracer: {}"),
-        (0, "no JSON\n", "", "unexpected output of the tracer: no JSON"),
+        (0, "{}\n", "", "the tracer printed unexpected output: {}"),
+        (0, "no JSON\n", "", "the tracer printed unexpected output: no JSON"),
     ],
 )
 def test_failed_tracer_raises_an_error_and_caches_nothing(code, answer, stderr, expected, tmp_path, monkeypatch):
