@@ -102,12 +102,14 @@ def _walk(
     for entry in entries:
         path = Path(entry.path)
         try:
-            is_folder, is_file = entry.is_dir(), entry.is_file()
+            is_folder = entry.is_dir()
+            is_file = entry.is_file()
         except OSError as error:
             # Linux follows at most 40 links in a path; a link to itself needs more.
             if error.errno != errno.ELOOP:
                 raise
-            is_folder = is_file = False
+            is_folder = False
+            is_file = False
         if is_folder and (entry.name.startswith(".") or entry.name in SYSTEM_FOLDERS):
             _count_skipped(path, skipped)
         elif is_folder:

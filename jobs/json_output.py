@@ -14,9 +14,10 @@
     edit      in the file `path`, replace the word `replace` with `by`, then repeat the command that failed
     fix       outside Patchline, provide what `need` names (FIXES), at `path` or under `name`; then repeat the command
     read      a person must read `text` and decide
+    run       after a success, the next command
 
-All steps are derived here from the lines of the error's message, whose form is described in data/errors.py. Errors pass
-between processes as text, so the message is the only information that is always available.
+The steps after an error are derived here from the lines of its message, whose form is described in data/errors.py.
+Errors pass between processes as text, so the message is the only information that is always available.
 """
 
 import contextlib

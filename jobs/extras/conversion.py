@@ -8,14 +8,12 @@ patchline export runs/digits/finetune-1a2b3c4d digits-hf --format hf
 import json
 import shutil
 import warnings
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import safetensors
 import typer
 
 import models
@@ -40,9 +38,6 @@ from pipeline.training_config import check_ops
 
 if TYPE_CHECKING:  # torch takes a second to import, which would delay usage errors
     from torch import Tensor
-
-# Errors that torch, numpy, safetensors and our checks raise for an unreadable file.
-UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
 
 
 ForeignPath = Annotated[
@@ -103,7 +98,7 @@ def import_foreign(
         changes[field] = tuple(value) if isinstance(value, list) else value
     verification: list[str] = []
     verify(path, verification.append)
-    model = load(path, changes)
+    model = any_weights.load(path, changes)
     names = class_names(path) if class_list is None else read_class_list(class_list)
     if len(names) > model.config.classes:
         raise DataError(
@@ -154,7 +149,7 @@ def export(
     verification: list[str] = []
     verify(directory, verification.append)
     activity.now(f"export: reading {directory} …")
-    model = load(directory, {})
+    model = any_weights.load(directory, {})
     names = class_names(directory)
     config = model.config
     preprocessing = any_weights.recorded_preprocessing(directory)
@@ -196,7 +191,7 @@ def export(
             changes["image_size"] = config.image_size
         activity.now(f"export: reading {path} back to compare …")
         try:
-            exported = load(str(made), changes)
+            exported = any_weights.load(str(made), changes)
         except DataError as error:
             raise DataError(str(error).replace(str(made), path)) from None
         if format == "safetensors":
@@ -310,21 +305,11 @@ def foreign_preprocessing(
     return scaled
 
 
-def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
-    """Load a model from a path. Raises DataError, which names the path, if the model cannot be read."""
-    changes: dict[str, Any] = dict(overrides)
-    # Convert only the errors that a bad file causes, so that a bug in Patchline is reported as a bug.
-    try:
-        return models.load(path, **changes)
-    except UNREADABLE as error:
-        raise DataError(f"cannot load {path}: {str(error).removeprefix(f'{path} ')}") from None
-
-
 def class_names(path: str) -> tuple[str, ...]:
     """Return the class names stored with weights. Raises DataError if they cannot be read."""
     try:
         return models.load_class_names(path)
-    except UNREADABLE as error:
+    except any_weights.UNREADABLE as error:
         raise DataError(f"cannot read the class names in {path}: {error}") from None
 
 

@@ -131,9 +131,9 @@ def test_a_replacement_is_the_next_sample_of_the_lane_and_another_one():
 
 def test_arguments_that_define_no_order_are_refused():
     for options, message in (
-        ({"lanes": 0}, "lanes 0"),
-        ({"batch_size": 0}, "batch_size 0"),
-        ({"shuffle_block": 0}, "shuffle_block 0"),
+        ({"lanes": 0}, "lanes is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"shuffle_block": 0}, "shuffle_block is 0"),
     ):
         with pytest.raises(ValueError, match=message):
             Order([10], **{"seed": 0, "batch_size": 12, **options})

@@ -71,7 +71,8 @@ def leaks(
     if weights is not None:
         import torch
 
-        from jobs.extras.conversion import load, verify
+        from jobs.extras.conversion import verify
+        from pipeline.evaluation.any_weights import load
 
         verify(weights, log=lambda text: None)  # raises if the file's digest is wrong
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

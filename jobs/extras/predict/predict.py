@@ -30,7 +30,7 @@ from data.extras.pages import page
 from data.files import write_atomically
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
-from jobs.extras.conversion import class_names, load, verify
+from jobs.extras.conversion import class_names, verify
 from jobs.extras.given_images import encoded_images
 from jobs.progress import ProgressMeter
 from models.catalog import normalise
@@ -60,7 +60,7 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
     """
     verification: list[str] = []
     verify(weights, verification.append)
-    model = load(weights, {}).eval()
+    model = any_weights.load(weights, {}).eval()
     if not model.config.classes:
         raise UsageError(
             f"{weights} has no classification head, so it cannot predict classes\n"

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from data.checks import printable
 from data.errors import UsageError
 from data.files import atomic_file
 from jobs.extras.replays.trained import find_trained
@@ -66,7 +67,8 @@ def replay(run: str, step: str, target: str | None) -> dict[str, Any]:
             loss = record["losses"][steps_in(record).index(number)]
             lines.append(f"attempt {record['attempt']}: loss {loss:.6f}")
     lines.append(f"epochs {sorted(set(batch.ids[:, 0].tolist()))}, shards {', '.join(sorted(set(shards)))}")
-    lines.append(f"labels {dict(sorted(labels.items()))}")
+    counts = [f"{printable(batch.source.class_name(label))} {count}" for label, count in sorted(labels.items())]
+    lines.append(f"labels: {', '.join(counts) or 'none'}")
     for sample in batch.bad:
         lines.append(f"replaced: {sample.shard} {sample.key}: {sample.reason}")
 

@@ -153,7 +153,7 @@ def stop(run: Run, _debug: Debug = False) -> Answer:
 
 
 def not_running_lines(document: Document) -> list[str]:
-    run = document["run"]
+    run = shlex.quote(document["run"])
     return [f"nothing to stop: {document['owner']} has ended; for its result, run python -m jobs status {run}"]
 
 

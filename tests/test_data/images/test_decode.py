@@ -273,7 +273,8 @@ def test_a_squashed_crop_is_a_window_of_the_whole_image_as_a_square():
         offsets.add(place)
     assert len(offsets) == 25
     with pytest.raises(
-        ConfigError, match=r"augment\.squash is 20, but it has no effect with augment\.crop=inception; set augment"
+        ConfigError,
+        match=r"augment\.squash is 20, expected null, because it has no effect with augment\.crop=inception; set",
     ):
         AugmentConfig(squash=20)
 
