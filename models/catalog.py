@@ -44,7 +44,7 @@ FLOPS_PER_MAC_TRAINED = 6  # a multiplication and an addition; one forward and t
 
 
 def module_of(config: ModelConfig) -> Any:
-    """Return the module class for a config's family; it is constructed from the config."""
+    """Return the module class for a config's family; its constructor takes the config."""
     file, _, name = MODULES[config.family].partition(":")
     return getattr(import_module(file), name)
 
@@ -177,7 +177,7 @@ def shape_text(shape: Shape | None) -> str:
 
 
 def tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
-    """Return the shape of each named tensor."""
+    """Return {name: shape} for these tensors."""
     return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 

@@ -15,6 +15,8 @@ AnyWeights = Annotated[
     str, typer.Argument(metavar="WEIGHTS", help="RUN/STAGE, a folder of weights, or a file that `import` reads.")
 ]
 
+LEGACY_PTH = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")  # beginning of files that torch writes without zip
+
 
 def find_weights(path: str) -> str:
     """Return the local path of the weights at a path or URL; weights at a URL are downloaded first.
@@ -40,7 +42,7 @@ def check_weights_exist(path: str) -> None:
     folder = Path(path)
     if folder.is_file() and ".npz" not in folder.name and folder.suffix not in (".safetensors", ".pth"):
         raise DataError(
-            f"cannot load {path}: it is not a weights file\n"
+            f"cannot load {path}: the file is not a weights file\n"
             "  expected an official .npz, the .pth of DINOv2 or DINOv3, or a folder or .safetensors file from "
             "Patchline, timm or transformers"
         )
@@ -74,7 +76,10 @@ def check_complete(file: Path) -> None:
         except SafetensorError as error:
             problem = f" ({error})"
     elif file.suffix in (".npz", ".pth") and not is_zipfile(file):
-        problem = " (it has no zip directory at its end)"
+        with open(file, "rb") as opened:
+            is_legacy = file.suffix == ".pth" and opened.read(len(LEGACY_PTH)) == LEGACY_PTH
+        if not is_legacy:
+            problem = " (it has no zip directory at its end)"
     if problem:
         size = file.stat().st_size
         raise DataError(

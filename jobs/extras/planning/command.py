@@ -30,7 +30,7 @@ def plan(
     fresh: Fresh = False,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="h100, h200 or a100: estimate times for this GPU if there is no trial."),
+        typer.Option(metavar="NAME", help="Estimate times for this GPU if there is no trial: h100, h200 or a100."),
     ] = None,
     price: Annotated[float | None, typer.Option(help="Price of a worker-hour, in any currency.")] = None,
     mtbf: Annotated[

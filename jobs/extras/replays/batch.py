@@ -35,7 +35,7 @@ def replay(run: str, step: str, target: str | None) -> dict[str, Any]:
     folder = find_trained(run)
     text = step.removeprefix("step=")
     if not text.isdigit() or text == "0":
-        raise UsageError(f"{step!r} is not a step\n  expected step=N with N ≥ 1, numbered as in the log")
+        raise UsageError(f"{step!r} is not a step\n  expected step=N, with a number of at least 1 as in the log")
     number = int(text)
     # Imported after the checks, because it imports torch, which takes seconds.
     from pipeline.extras.replays.batch import TrainedStage

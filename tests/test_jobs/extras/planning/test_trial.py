@@ -106,7 +106,7 @@ def test_a_stage_without_data_is_skipped_and_listed(tmp_path, capsys):
         "run python -m jobs run RECIPE --only shards, then python -m jobs run RECIPE --only parts\n",
         ended.out,
     )
-    assert re.search(r"error: no stage can be measured: pretrain: .*/most does not exist yet", ended.err)
+    assert re.search(r"error: none of the stages can be measured: pretrain: .*/most does not exist yet", ended.err)
     assert not (tmp_path / "run").exists()
     for only in ("shards", "parts"):
         assert main(["run", str(file), "--only", only]) == 0
