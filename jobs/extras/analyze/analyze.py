@@ -37,6 +37,7 @@ from models.extras import analysis
 from models.positions import ADDED
 from pipeline.evaluation import any_weights
 
+NEARLY_UNIFORM = 1.5  # × the mean: below this, no patch stands out
 MAX_IMAGES = 8  # images in attention.png
 COMPONENTS = 28  # filters in figure 7
 POSITION_LABELS = 14  # maximum number of labels on an axis of the position maps
@@ -108,6 +109,11 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> dict[str
     size = f"{config.image_size[0]}×{config.image_size[1]}"
     lines.append(f"analysed {len(images)} images of {size} px across {config.depth} layers")
     lines.append(f"mean attention distance {reach[0]:.1f} px in the first layer, {reach[-1]:.1f} px in the last")
+    lows, highs = zip(*map(relative_range, attention.maps), strict=True)
+    line = f"attention to a patch is {min(lows):.2f} to {max(highs):.2f} × the mean of its image"
+    if max(highs) < NEARLY_UNIFORM:
+        line += ": nearly uniform, so the regions in attention.png have little meaning"
+    lines.append(f"{line} (attention.png stretches this range to black and full brightness)")
     lines.append(f"written  {folder}/attention.png  inside.png  analysis.json")
     return {
         "analysis": str(folder / "analysis.json"),
@@ -187,14 +193,22 @@ def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> N
     # squeeze=False keeps two dimensions if there is only one image.
     rows = figure.subplots(len(shown), 2, squeeze=False)
     rows[0][0].set_title("Input")
-    rows[0][1].set_title("Attention")
+    rows[0][1].set_title("Attention, black to bright")
     for (left, right), pixels, attention_map in zip(rows, shown, maps[: len(shown)], strict=True):
+        low, high = relative_range(attention_map)
+        right.text(0.02, 0.02, f"{low:.2f} to {high:.2f} × mean", color="white", fontsize=7, transform=right.transAxes)
         light = enlarged(attention_map, pixels.shape[:2])
         left.imshow(pixels)
         right.imshow(pixels / 255 * light[..., None])
         left.set_axis_off()
         right.set_axis_off()
     figure.savefig(path, dpi=150)
+
+
+def relative_range(attention_map: Tensor) -> tuple[float, float]:
+    """Return the attention to the least and to the most attended patch, relative to the mean of the image."""
+    relative = attention_map / attention_map.mean().clamp(min=1e-12)
+    return relative.min().item(), relative.max().item()
 
 
 def enlarged(attention_map: Tensor, size: tuple[int, ...]) -> np.ndarray:
@@ -211,7 +225,9 @@ def draw_features(features: Features, distance: Tensor, path: Path) -> None:
     figure = Figure(figsize=(16, 5), layout="constrained")
     left, centre, right = figure.subplots(1, 3)
 
-    left.set_title(f"RGB embedding filters\n(first {COMPONENTS} principal components)")
+    left.set_title(
+        f"RGB embedding filters\n(first {COMPONENTS} principal components, each from its lowest to its highest value)"
+    )
     left.set_axis_off()
     if features.components is None:
         left.text(0.5, 0.5, "no patch filters: the stem is a ResNet", ha="center")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +26,7 @@ from data.index.index import Index
 from data.storage import Storage
 from jobs.extras.diff.first_difference import find_first_difference
 from jobs.extras.diff.recorded import recorded_differences
-from jobs.extras.history import DRAW, REPORT, REPORT_VALUES, RunHistory, StageHistory, read_run
+from jobs.extras.history import DRAW, REPORT, REPORT_VALUES, RunHistory, StageHistory, flat, read_run
 from jobs.extras.report import charts
 from jobs.extras.report.charts import Line, Mark
 from jobs.extras.report.pictures import SAMPLES, Album, Gallery
@@ -38,6 +39,8 @@ from pipeline.variables import restored
 DETAILED = 6  # number of newest training stages shown in detail; a sweep can have hundreds
 MAX_RESULTS = 6  # maximum number of results in the first line of the report
 MAX_ROWS = 200  # maximum number of rows of a table
+OF_SET = re.compile(r"set .*: (tar|class) ")  # name of a difference in a tar or class of a data set
+DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 MAX_LINES = 12  # maximum number of lines in a chart
 MAX_CLASSES = 30  # number of listed classes, those with the lowest accuracy
 # Title of each chart, in page order → plotted field of metrics.jsonl.
@@ -248,8 +251,16 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         if index.origin is not None:
             sets[-1]["parent"] = os.path.normpath(index.tables / index.origin.index / "..")
     seconds = asdict(stage.account)
+    # A killed command records no incident, but the next attempt shows that it has ended.
+    consequences = [incident.consequence for incident in stage.incidents]
+    interruptions = []
+    for start in stage.starts[1:]:
+        if not any(text.startswith(f"attempt {start['attempt']} ") for text in consequences):
+            interruptions.append(start)
     return {
         "stage": stage,
+        "not_evaluated": not_evaluated(stage),
+        "interruptions": interruptions,
         "charts": drawn,
         "numbers": numbers,
         "evaluations": evaluated,
@@ -261,6 +272,14 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         "failures": failures,
         "sets": sets,
     }
+
+
+def not_evaluated(stage: StageHistory) -> str:
+    """Return why a stage has no evaluations."""
+    config = flat(stage.record.get("config", {}))
+    if not config.get("data.evaluate") and not config.get("probe.train"):
+        return "None: the recipe names no evaluation set for this stage (data.evaluate or probe.train)."
+    return "None yet." if stage.done is None else "None were recorded."
 
 
 def curves(stage: StageHistory) -> dict[str, list[Line]]:
@@ -386,9 +405,15 @@ def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
         "runs": runs,
         "names": names,
         "verdict": verdict,
+        "short": short,
         "compared": compared,
         "single": single,
     }
+
+
+def short(text: str) -> str:
+    """Return the first 12 digits of a sha256 digest, and other text unchanged."""
+    return DIGEST.sub(lambda digest: digest[0][:12], text)
 
 
 def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, Any]:
@@ -401,7 +426,11 @@ def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, A
         first_difference = find_first_difference(base, stage, differing)
         if first_difference.step is not None:
             marks.append(Mark(base.samples_at(first_difference.step), "first difference"))
-        others.append({"name": run_name, "differences": differing[:MAX_ROWS], "first_difference": first_difference})
+        # A set that was packed again has many differing tars and classes; the report folds these rows.
+        folded = [difference for difference in differing if OF_SET.match(difference.name)]
+        listed = [difference for difference in differing if difference not in folded]
+        rows_of = {"differences": listed[:MAX_ROWS], "of_sets": folded[:MAX_ROWS]}
+        others.append({"name": run_name, **rows_of, "first_difference": first_difference})
     # For each run: a line in every chart, its progress, and its newest evaluation.
     charted: dict[str, list[Line]] = {}
     rows = []

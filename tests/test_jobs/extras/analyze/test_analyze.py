@@ -12,7 +12,7 @@ import models
 from data.shards.packing import pack
 from data.sources.samples import digits
 from jobs.__main__ import main
-from jobs.extras.analyze.analyze import draw_attention, draw_positions, encoded_images
+from jobs.extras.analyze.analyze import draw_attention, draw_positions, encoded_images, relative_range
 from models.extras import analysis
 from tests.support.photos import make_photos, save_model
 
@@ -27,7 +27,9 @@ def photos(tmp_path: Path) -> Path:
 def test_analyze_writes_figures_and_numbers_for_a_folder_of_images(tmp_path, photos, capsys):
     weights, output = save_model(tmp_path, depth=3, registers=1), tmp_path / "out"
     assert main(["analyze", weights, str(photos), "--output", str(output), "--limit", "2"]) == 0
-    assert "analysed 2 images of 16×24 px across 3 layers" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "analysed 2 images of 16×24 px across 3 layers" in out
+    assert "× the mean of its image: nearly uniform" in out, "the weights are random"
     numbers = json.loads((output / "analysis.json").read_text())
     assert [Path(name).name for name in numbers["images"]] == ["0.png", "1.png"]
     assert np.shape(numbers["attention_distance"]) == (3, 2)
@@ -67,6 +69,11 @@ def test_attention_figure_has_room_for_every_image_and_the_titles(tmp_path):
     # By hand: 150 pixels per inch; two columns of 2 inches, so an image is 3 inches high; 0.3 inches for the titles.
     height, width = cv2.imread(str(tmp_path / "attention.png")).shape[:2]
     assert (height, width) == (round(150 * (3 * 3 + 0.3)), 150 * 4)
+
+
+def test_the_range_of_a_map_is_relative_to_its_mean():
+    assert relative_range(torch.tensor([[1.0, 2.0], [4.0, 1.0]])) == (0.5, 2.0)
+    assert relative_range(torch.full((2, 2), 0.5)) == (1.0, 1.0), "uniform"
 
 
 def test_missing_position_embeddings_are_noted_in_the_middle_of_their_axes():

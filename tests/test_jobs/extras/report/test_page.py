@@ -268,6 +268,22 @@ def test_the_verdict_gives_the_state_of_the_run_and_the_reason_for_waiting(tmp_p
     assert verdict() == "Done. pretrain accuracy 50.00%"
 
 
+def test_attempts_without_a_recorded_incident_and_stages_without_a_set_are_explained(restarted, tmp_path):
+    add(restarted, start(3, 28))
+    history = read_run(tmp_path / "run").trained[0]
+    values = page.stage_values(history, page.Album(with_replay=False))
+    assert [record["attempt"] for record in values["interruptions"]] == [3], "attempt 2 followed an incident"
+    history.record["config"] |= {"data": {}, "probe": {}}
+    assert "names no evaluation set" in page.not_evaluated(history)
+    assert "The command before attempt 3 was stopped or killed." in (
+        write_report([tmp_path / "run"], tmp_path / "page.html", with_replay=False).read_text()
+    )
+
+
+def test_digests_are_shortened():
+    assert page.short(f"{'ab' * 32} and {'12' * 8}") == f"{'ab' * 6} and {'12' * 8}"
+
+
 def test_two_parts_of_a_set_are_shown_with_their_folders_rules_and_samples(tmp_path, shards):
     folder = make_run(tmp_path / "run", shards)
     whole = load_index(shards / "train")
