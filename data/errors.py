@@ -49,7 +49,7 @@ class ConfigError(PatchlineError):
 
 
 class DataError(PatchlineError):
-    """The data is wrong: missing, truncated, corrupt or mislabelled."""
+    """Data is missing, truncated, corrupt or mislabelled."""
 
     exit_code = ExitCode.DATA
 

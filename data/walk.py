@@ -49,7 +49,7 @@ def files_below(folder: Path, skipped: Counter[str], *, in_order: bool = True) -
 
 
 def matching(pattern: str | os.PathLike[str]) -> list[Path]:
-    """Return the files of a path with `{000..999}`, or `*` in its last part, as the shell and remote URLs expand them.
+    """Expand `{000..999}` in a path, and `*` in its last part, as for remote URLs, and return the files.
 
     The path of an existing file, and a pattern that matches nothing, are returned unchanged.
     """
@@ -130,7 +130,7 @@ def _identity(folder: Path) -> Identity:
 
 
 def _count_skipped(folder: Path, skipped: Counter[str]) -> None:
-    """Count the files below a hidden or system folder in `skipped`, without following links."""
+    """Add the number of files below a hidden or system folder to `skipped`, without following links."""
     kind = HIDDEN if folder.name.startswith(".") else f"file in a system folder ({folder.name})"
     for _, _, names in os.walk(folder):
         if names:

@@ -82,7 +82,7 @@ def parsed(url: str) -> Any:
     except ValueError:
         raise Refused(f"{redacted(url)}: expected {ADDRESS}") from None
     if parts.type != "dataset":
-        raise Refused(f"{redacted(url)}: names a {parts.type} instead of a data set; expected {ADDRESS}")
+        raise Refused(f"{redacted(url)} is the address of a {parts.type}, not of a data set; expected {ADDRESS}")
     return parts
 
 

@@ -48,7 +48,7 @@ ForeignPath = Annotated[
     ),
 ]
 NewFolder = Annotated[
-    str, typer.Argument(help="Folder for weights.safetensors and model.json; use it as init: in a recipe.")
+    str, typer.Argument(help="Folder for weights.safetensors and model.json; use this folder as `init` in a recipe.")
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -60,7 +60,9 @@ ClassList = Annotated[
 ]
 OurFolder = Annotated[
     str,
-    typer.Argument(metavar="WEIGHTS", help="Our weights: RUN/STAGE, a stage's folder, or a folder from `import`."),
+    typer.Argument(
+        metavar="WEIGHTS", help="Weights of Patchline: RUN/STAGE, a stage's folder, or a folder written by `import`."
+    ),
 ]
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="The file (npz, pth) or folder to write.")]
 Format = Annotated[Literal["safetensors", "npz", "pth", "timm", "hf"], typer.Option(help="Output format.")]
@@ -139,7 +141,7 @@ def export(
     for suffix in ("npz", "pth"):
         if not is_file and f".{suffix}" in Path(path).name:
             raise UsageError(
-                f"--format {format} writes a folder, but {path} is named like an .{suffix} file; nothing was written\n"
+                f"--format {format} writes a folder, but {path} is named like a .{suffix} file; nothing was written\n"
                 f"  expected a name without .{suffix}, or --format {suffix}"
             )
 
@@ -254,7 +256,10 @@ def refuse_existing(target: str) -> None:
             )
     is_occupied = path.is_file() or (path.is_dir() and any(path.iterdir()))
     if is_occupied:
-        raise UsageError(f"{target} already exists; nothing was written\n  use another name, or remove it first")
+        raise UsageError(
+            f"{target} already exists; nothing was written\n"
+            "  use another name, or remove the existing file or folder first"
+        )
 
 
 def verify(path: str, log: Callable[[str], None]) -> None:

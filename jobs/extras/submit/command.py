@@ -27,7 +27,9 @@ Variables = Annotated[
 
 Wait = Annotated[
     bool,
-    typer.Option("--wait", help="Follow the job's output, even if it is already running, and exit with its exit code."),
+    typer.Option(
+        "--wait", help="Follow the output of the job, even if the job is already running, and exit with its exit code."
+    ),
 ]
 
 SUBMIT_PERIODS = 1.5  # lease renewal periods to watch a lease before submitting; the job itself watches longer
