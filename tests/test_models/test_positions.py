@@ -23,7 +23,7 @@ def test_a_table_is_resized_as_scipy_zooms_and_the_prefix_stays(old, new):
 
 
 def test_a_table_of_another_grid_is_refused_with_both_numbers():
-    with pytest.raises(ValueError, match="position table has 10 entries; grid 3x3 with 2 prefix tokens needs 11"):
+    with pytest.raises(ValueError, match="position table has 10 entries, but grid 3x3 with 2 prefix tokens needs 11"):
         resize_positions(torch.zeros(10, 4), (3, 3), (6, 6), 2)
 
 

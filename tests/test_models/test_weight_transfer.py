@@ -38,7 +38,7 @@ def test_a_table_of_any_shape_resizes_and_its_prefix_stays():
     assert models.resize_positions(torch.randn(9, 4), 3, 2, prefix_tokens=0).shape == (4, 4)  # squares
     with pytest.raises(ValueError, match="new_grid must be one or two positive integers"):
         models.resize_positions(table, (2, 3), (0, 5), prefix_tokens=2)
-    with pytest.raises(ValueError, match="8 entries; grid 2x4 with 1 prefix tokens needs 9"):
+    with pytest.raises(ValueError, match="8 entries, but grid 2x4 with 1 prefix tokens needs 9"):
         models.resize_positions(table, (2, 4), (5, 1), prefix_tokens=1)
 
 

@@ -120,8 +120,42 @@ def new(
                 "jobs import, for example runs/photos/pretrain-1a2b3c4d, or weights that import reads"
             )
 
-    # 2. Inspect the images.
     leaf_tables = str(recipe.with_suffix("")) if leaf_classes else None
+    tables = [Path(f"{leaf_tables}-train.csv"), Path(f"{leaf_tables}-test.csv")] if leaf_classes else []
+    missing = [table for table in tables if not table.exists()]
+    try:
+        return inspect_and_write(
+            place,
+            recipe,
+            model=model,
+            init=init,
+            imported=imported,
+            minutes=minutes,
+            unlabelled=unlabelled,
+            probe=probe,
+            leaf_tables=leaf_tables,
+        )
+    except BaseException:
+        # The next command would refuse to overwrite a table that this one has written.
+        for table in missing:
+            table.unlink(missing_ok=True)
+        raise
+
+
+def inspect_and_write(
+    place: str,
+    recipe: Path,
+    *,
+    model: str | None,
+    init: str | None,
+    imported: Path | None,
+    minutes: float | None,
+    unlabelled: bool,
+    probe: bool,
+    leaf_tables: str | None,
+) -> Answer:
+    """Write a recipe for the images at a path, after the arguments were checked. Raises the errors of `new`."""
+    # 2. Inspect the images.
     sets = survey(place, unlabelled=unlabelled, leaf_tables=leaf_tables, report=ProgressMeter("images"))
     whole = Path(place).resolve()
     if sets.train.source == "folder" and Path.cwd().is_relative_to(whole):

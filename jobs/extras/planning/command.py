@@ -68,9 +68,11 @@ def plan(
         # Report missing inputs and memory problems last, because most lines of the plan do not depend on them.
         missing = [result for result in results if result.subject == INPUTS]
         refused = results
-        # Data may not exist yet, but a path similar to an existing one is probably misspelled.
+        # Data may not exist yet. But a path similar to an existing one is probably misspelled, and one that exists is
+        # not what the key expects.
         paths = [path for _, path, _ in missing_inputs(document)]
-        if without_data or not any(map(near_path, paths)):
+        is_wrong = any(not path or Path(path).exists() or near_path(path) for path in paths)
+        if without_data or not is_wrong:
             refused = [result for result in results if result not in missing]
         try:
             refuse(refused)

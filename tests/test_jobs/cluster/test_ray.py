@@ -89,7 +89,7 @@ def test_failed_start_of_an_embedded_cluster_is_explained_with_advice(answer, re
     monkeypatch.setattr(embedded.subprocess, "Popen", start_guard)
     monkeypatch.setattr(embedded, "short_directory", lambda: tmp_path)
     with pytest.raises(
-        ClusterError, match=rf"^the embedded Ray cluster did not start: {reason}\n  it needs .*\n  to run without Ray"
+        ClusterError, match=rf"^the embedded Ray cluster did not start: {reason}\n  expected .*\n  to run without Ray"
     ):
         connect(ClusterConfig())
     assert processes_started[0].returncode == 0

@@ -62,6 +62,12 @@ def test_truncated_weights_are_refused_by_name(name, length, tmp_path):
         check_weights_exist(str(path))
 
 
+def test_legacy_pth_is_accepted(tmp_path):
+    # timm's clean_checkpoint.py writes this format.
+    torch.save({"x": torch.zeros(3)}, tmp_path / "vit.pth", _use_new_zipfile_serialization=False)
+    check_weights_exist(str(tmp_path / "vit.pth"))
+
+
 def test_a_stage_name_without_a_run_lists_the_runs_that_have_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for run, stage in (("a", "pretrain-00000001"), ("a", "pretrain-00000002"), ("b", "pretrain-00000001")):
@@ -71,9 +77,3 @@ def test_a_stage_name_without_a_run_lists_the_runs_that_have_it(tmp_path, monkey
         write_record(folder / "done.json", {"finished": 2.0})
     with pytest.raises(DataError, match="2 runs; use one of them:\n  runs/a/pretrain\n  runs/b/pretrain\n"):
         find_weights("pretrain")
-
-
-def test_legacy_pth_is_accepted(tmp_path):
-    # timm's clean_checkpoint.py writes this format.
-    torch.save({"x": torch.zeros(3)}, tmp_path / "vit.pth", _use_new_zipfile_serialization=False)
-    check_weights_exist(str(tmp_path / "vit.pth"))

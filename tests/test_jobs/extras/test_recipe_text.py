@@ -41,7 +41,7 @@ def test_flat_names_every_value_by_its_path():
 
 @pytest.mark.quick
 def test_flat_refuses_a_field_given_both_dotted_and_nested():
-    with pytest.raises(ConfigError, match=r"p has optim\.lr twice"):
+    with pytest.raises(ConfigError, match=r"p sets optim\.lr twice"):
         flat({"optim": {"lr": 1}, "optim.lr": 2}, "p")
 
 
@@ -55,7 +55,7 @@ def test_with_fields_changes_a_copy_and_creates_missing_sections():
 
 @pytest.mark.quick
 def test_with_fields_refuses_a_path_through_a_value():
-    with pytest.raises(ConfigError, match=r"p sets optim\.lr, but optim is 3, not a section"):
+    with pytest.raises(ConfigError, match=r"p sets optim\.lr, but optim is 3, expected a section"):
         with_fields({"optim": 3}, {"optim.lr": 2}, "p")
 
 

@@ -42,6 +42,6 @@ def test_name_applies_to_only_one_subset(tmp_path, parent, capsys):
     words = ["subset", str(parent.tables), "--name", "half"]
     two = ["--part", ":12", "--output", str(tmp_path / "a"), "--part", "12:", "--output", str(tmp_path / "b")]
     assert main([*words, *two]) == 64
-    assert "2 --part, 2 --output and a --name\n  expected one --output per --part" in capsys.readouterr().err
+    assert "2 --part, 2 --output and one --name\n  expected one --output for each --part" in capsys.readouterr().err
     assert main([*words, "--part", ":12", "--output", str(tmp_path / "a")]) == 0
     assert (tmp_path / "a" / "half.index.json").is_file()

@@ -14,5 +14,5 @@ def test_a_time_is_in_minutes_unless_it_has_a_unit(text, minutes) -> None:
 
 
 def test_a_text_without_a_time_is_refused() -> None:
-    with pytest.raises(typer.BadParameter, match="expected minutes"):
+    with pytest.raises(typer.BadParameter, match="expected a number of minutes"):
         minutes_of("soon")

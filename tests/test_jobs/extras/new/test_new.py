@@ -232,6 +232,18 @@ def test_an_existing_recipe_is_not_overwritten(tmp_path, capsys):
     assert "input.yaml already exists" in capsys.readouterr().err
 
 
+@pytest.mark.quick
+def test_no_table_of_leaf_classes_is_left_without_a_recipe(tmp_path, capsys):
+    for name in ("a/cat", "a/dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        (tmp_path / "photos" / name / "1.jpg").write_text("not an image")
+    (tmp_path / "p-test.csv").write_text("mine")
+    words = ["new", str(tmp_path / "photos"), "--leaf-classes", "--output", str(tmp_path / "p.yaml")]
+    assert main(words) == 65
+    assert "cannot read any of the 2 sampled images" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p-test.csv", "photos"]
+
+
 def test_a_given_model_gets_images_of_at_least_64_patches(tmp_path, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     new(folder, "--model", "mu/8", "--minutes", "0.0001")
