@@ -206,7 +206,7 @@ def test_pickled_or_damaged_cifar_and_parquet_without_bytes_are_rejected(tmp_pat
             ({"data": b"x", "path": "a.png"}, "row 0 contains no key 'bytes' but data, path"),
             ({"bytes": None, "path": "a.png"}, "row 0 contains a path instead of bytes"),
             ("a.png", "row 0 contains a str"),
-            ([1, 2], "row 0 holds a list"),
+            ([1, 2], "row 0 contains a list"),
         ]
     ):
         folder = tmp_path / f"parquet{number}"
