@@ -147,7 +147,7 @@ def test_wrong_cifar_version_and_truncated_batch_are_rejected(tmp_path, capsys):
     torn = {"cifar-100-binary/train.bin": bytes(3000), "cifar-100-binary/fine_label_names.txt": b"a\nb\n"}
     binary = archives.write_tar_gz(tmp_path / "cifar-100-binary.tar.gz", torn)
     assert main(["pack", "cifar100", str(binary), str(tmp_path / "OUT"), "--partial"]) == 65
-    assert "train.bin: 3,000 bytes are not a multiple of the record size 3,074" in capsys.readouterr().err
+    assert "train.bin: 3,000 bytes are not a multiple of the record size of 3,074 bytes" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------- ObjectNet
@@ -206,7 +206,7 @@ def test_pickled_or_damaged_cifar_and_parquet_without_bytes_are_rejected(tmp_pat
             ({"data": b"x", "path": "a.png"}, "row 0 contains no key 'bytes' but data, path"),
             ({"bytes": None, "path": "a.png"}, "row 0 contains a path instead of bytes"),
             ("a.png", "row 0 contains a str"),
-            ([1, 2], "row 0 holds a list"),
+            ([1, 2], "row 0 contains a list"),
         ]
     ):
         folder = tmp_path / f"parquet{number}"
