@@ -144,12 +144,12 @@ COMMANDS = CommandTable(
             ),
             "checkpoints diff": (
                 "jobs.extras.checkpoints:compare",
-                "Compare two checkpoints.",
+                "Compare the tensors of two checkpoints.",
                 "runs/digits/pretrain --step 50 --with-step 100",
             ),
             "checkpoints export": (
                 "jobs.extras.checkpoints:export_weights",
-                "Export the weights of a checkpoint.",
+                "Write the weights of a checkpoint in our format.",
                 "runs/digits/pretrain --to weights",
             ),
             "checkpoints prune": (
@@ -204,7 +204,7 @@ COMMANDS = CommandTable(
             ),
             "export": (
                 "jobs.extras.conversion:export",
-                "Convert our weights for timm, transformers or big_vision.",
+                "Convert our weights for timm, transformers, big_vision.",
                 "runs/photos/pretrain exported --format timm",
             ),
             "evaluate": (
@@ -245,7 +245,7 @@ COMMANDS = CommandTable(
             ),
             "diff": (
                 "jobs.extras.diff.command:diff",
-                "Compare two recipes or runs by their settings.",
+                "Compare the settings of two recipes or runs.",
                 "digits table3/vit_i1k",
             ),
             "replay": (

@@ -196,7 +196,10 @@ def compare(
     more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     _debug: Debug = False,
 ) -> Answer:
-    """Compare two checkpoints' manifests and tensors; print the changes from the other checkpoint to this one."""
+    """Compare two checkpoints' manifests and tensors; print the changes from the other checkpoint to this one.
+
+    To compare the settings of two runs, run `diff`.
+    """
     if more:
         raise UsageError(
             f"diff expects a single run, found {' '.join([path, *more])}\n"
@@ -267,7 +270,10 @@ def compared(document: Document) -> Iterator[str]:
 
 
 def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: Debug = False) -> Answer:
-    """Export a checkpoint's weights to the same files as those of a finished stage."""
+    """Export a checkpoint's weights to the same files as those of a finished stage.
+
+    To convert them for timm, transformers or big_vision, run `export` on the result.
+    """
     # Check before reading the checkpoint, which takes minutes.
     if target.exists() and not target.is_dir():
         raise UsageError(f"--to {target} is a file\n  expected a folder (created if it does not exist)")

@@ -126,7 +126,10 @@ def import_foreign(
 def export(
     directory: OurFolder, path: Target, format: Format, preprocess: Preprocess = None, _debug: Debug = False
 ) -> Answer:
-    """Convert our weights to the official (npz), timm or transformers format."""
+    """Convert our weights to the official (npz), timm or transformers format.
+
+    To use a checkpoint of an unfinished stage, first run `checkpoints export`, which writes its weights in our format.
+    """
     directory = find_weights(directory)
     if preprocess is not None:
         check_ops(preprocess)

@@ -18,7 +18,10 @@ def diff(
     ] = None,
     _debug: Debug = False,
 ) -> Answer:
-    """List differences that affect training or evaluation, largest effect first, with the ViT paper's values."""
+    """List differences that affect training or evaluation, largest effect first, with the ViT paper's values.
+
+    To compare the tensors of two checkpoints, run `checkpoints diff`.
+    """
     from jobs.extras.diff import diff
 
     return Answer(diff.diff(mine, other, overrides or [], kinds_of(context)), diff.lines)

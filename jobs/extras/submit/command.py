@@ -44,9 +44,12 @@ def submit(
     fresh: Fresh = False,
     env: Variables = None,
     wait: Wait = False,
-    _debug: Debug = False,
+    debug: Debug = False,
 ) -> Answer:
-    """Submit a recipe as a job to the Ray cluster at RAY_ADDRESS."""
+    """Submit a recipe as a job to the Ray cluster at RAY_ADDRESS.
+
+    With --debug, also print the equivalent `ray job submit`.
+    """
     from jobs.extras.submit.portable import VARIABLE, portable
     from jobs.ownership import holder_state, owned_error
     from jobs.recipe.campaign import resolve
@@ -83,7 +86,7 @@ def submit(
             state, seen = holder_state(storage, echo, SUBMIT_PERIODS)
             if seen is not None and state == "held":
                 raise owned_error(storage, seen)
-        job = submission.submit(run, command, environment=variables)
+        job = submission.submit(run, command, environment=variables, shows_command=debug)
     return follow(run) if wait else Answer({"job": job_record(job), "next": []})
 
 

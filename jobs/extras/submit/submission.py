@@ -104,8 +104,11 @@ def submit(
     *,
     environment: Mapping[str, str] = MappingProxyType({}),
     root: Path = ROOT,
+    shows_command: bool = False,
 ) -> RayJob:
     """Ship the checkout to the cluster and run `command` in it, as the next job of `run`.
+
+    `shows_command` prints the equivalent `ray job submit`, which contains the whole recipe.
 
     Raises RunOwned if the run has a pending or running job, UsageError for secrets in `environment`, an oversized
     checkout or a link that leads out of the checkout, or ClusterError if there is no cluster.
@@ -141,11 +144,12 @@ def submit(
     line = secrets_line(checkout)
     if line:
         echo(line)
-    # Show the equivalent `ray job submit`, although Ray's own quoting would break braces in the command.
+    # Ray's own quoting would break braces in the command.
     words = ["ray", "job", "submit", "--address", client.get_address(), "--submission-id", job_id, "--working-dir", "."]
     words += ["--metadata-json", json.dumps(metadata)]
     words += ["--runtime-env-json", json.dumps(environment_of_job)]
-    echo(f"equivalent command: {shlex.join([*words, '--', *command])}")
+    if shows_command:
+        echo(f"equivalent command: {shlex.join([*words, '--', *command])}")
     # Ray runs the command in a shell, so quote braces and spaces in overrides.
     submit_job = partial(
         client.submit_job,

@@ -445,6 +445,10 @@ def test_equivalent_command_submits_the_same_job(checkout, monkeypatch, capsys) 
     monkeypatch.setattr(submission, "_connect", lambda: client)
     monkeypatch.setattr(submission, "status", lambda run: None)
     submission.submit("/runs/x", ["python", "-m", "jobs", "a={b}"], environment={"A": "b c"}, root=checkout)
+    assert "equivalent command" not in capsys.readouterr().out
+    requests.clear()
+    words = ["python", "-m", "jobs", "a={b}"]
+    submission.submit("/runs/x", words, environment={"A": "b c"}, root=checkout, shows_command=True)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("equivalent command: ")]
     words = shlex.split(line.removeprefix("equivalent command: "))
     assert words[:3] == ["ray", "job", "submit"]
