@@ -53,10 +53,9 @@ ENGINE = "tests/test_pipeline/engine/test_engine.py"
 TWIN = "tests/test_twin.py"
 SHORT = ("tests/test_short_ways.py", "tests/test_pipeline/test_train.py")
 STOPS = (
-    f"{RUNS}a_stop_",
     f"{RUNS}stop_",
     f"{RUNS}a_signal",
-    f"{RUNS}an_evaluation_that_fails",
+    f"{RUNS}failed_evaluation",
     f"{RUNS}a_stage_does_not_end",
 )
 SAVES = (f"{RUNS}failed_saves", f"{RUNS}all_ranks_agree", f"{RUNS}too_many_failed", f"{RUNS}a_commit_implies")
@@ -83,18 +82,18 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/checkpoints/reader.py": GOES_BACK,
     "pipeline/checkpoints/stage_checkpoints.py": CHECKPOINTS,
     "pipeline/checkpoints/saver.py": (*CHECKPOINTS, f"{OF_CHECKPOINTS}/test_disk_space.py"),
-    "pipeline/evaluation/in_training.py": (*SHORT, f"{RUNS}an_evaluation_that_fails", *CAMPAIGN, TWIN),
+    "pipeline/evaluation/in_training.py": (*SHORT, f"{RUNS}failed_evaluation", *CAMPAIGN, TWIN),
     "pipeline/evaluation/evaluator.py": (*STOPS, *SHORT, *CAMPAIGN),
     "pipeline/evaluation/probes.py": (*CAMPAIGN, "tests/test_layout.py::test_a_config_cannot_be_changed"),
     "pipeline/artifacts.py": ("tests/test_pipeline/test_artifacts.py",),
     "pipeline/monitoring/telemetry.py": (
         *SHORT,
         f"{RUNS}a_commit_implies",
-        f"{RUNS}a_log_that",
+        f"{RUNS}unwritable_log",
         f"{RUNS}the_time_of_a_run",
         *CAMPAIGN,
     ),
-    "pipeline/monitoring/watchdog.py": (f"{RUNS}hung_run", f"{RUNS}who_runs_out"),
+    "pipeline/monitoring/watchdog.py": (f"{RUNS}hung_run", f"{RUNS}incident_names_the_worker_out_of_memory"),
     "pipeline/optimization.py": (
         ENGINE,
         *SHORT,

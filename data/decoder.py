@@ -169,7 +169,7 @@ class Decoder:
     def run(self, task: DecodeTask, arrays: Arrays) -> Done:
         """Fill the first rows of the arrays; replace each bad sample with the next good one in its lane.
 
-        Raises DataError after 100 consecutive bad samples, and all errors of the reader.
+        Raises DataError after 100 consecutive bad samples, or the errors of `ShardReader.read`.
         """
         start = perf_counter()
         self.storage_s = 0.0
@@ -360,7 +360,7 @@ class DecoderProcess:
             self.restart()
         raise DataError(
             f"step {task.step}, slots {task.first} … {task.stop - 1}: {RESTARTS + 1} processes died or did "
-            f"not respond for {timeout_s:g} s while decoding them; to find bad samples, run python -m jobs data check"
+            f"not respond for {timeout_s:g} s while decoding them; to find bad samples, use `python -m jobs data check`"
         )
 
     def arrays_at(self, offset: int) -> Arrays:

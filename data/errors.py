@@ -49,7 +49,7 @@ class ConfigError(PatchlineError):
 
 
 class DataError(PatchlineError):
-    """The data is wrong: missing, truncated, corrupt or mislabelled."""
+    """Data is missing, truncated, corrupt or mislabelled."""
 
     exit_code = ExitCode.DATA
 
@@ -96,6 +96,12 @@ class Diverged(PatchlineError):
 
 class CorruptWorker(PatchlineError):
     """A worker's results differ from a repetition by other workers; the next attempt avoids its node."""
+
+    exit_code = None  # ends the attempt, but not the stage
+
+
+class UndecidedAudit(PatchlineError):
+    """Repetitions of a computation differ, and no majority shows which worker is wrong; no node is excluded."""
 
     exit_code = None  # ends the attempt, but not the stage
 

@@ -245,8 +245,8 @@ def create_exclusively(path: Path, content: str | bytes) -> bool:
 def open_regular(path: str, flags: int) -> int:
     """Open a regular file for `open(..., opener=open_regular)`; never follow a link, and never wait for a pipe.
 
-    For fixed names in folders that other users may write to: their link would redirect our writes to any file of ours,
-    and opening their pipe would block for ever. Use mode "a", because "w" truncates the file before it is checked.
+    Use it for fixed names in folders that other users may write to: their link would redirect our writes to any file of
+    ours, and opening their pipe would block for ever. Use mode "a", because "w" truncates the file before the check.
     Raises StorageError if the path is a link, a pipe or anything else that is not a regular file.
     """
     problem = StorageError(
@@ -516,7 +516,7 @@ def existing_folder(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes for this user on the disk of a path, which need not exist yet.
+    """Return the free bytes for this user on the disk of a path; the path itself need not exist yet.
 
     Raises OSError if the disk cannot be queried.
     """

@@ -224,7 +224,7 @@ class Order:
 
 
 class Mixture:
-    """The sample order of several weighted data sets; each set contributes the same number of samples to every batch.
+    """The sample order of several weighted data sets; every batch has a fixed number of samples from each set.
 
     Set g consists of the next `groups[g]` shards of the index. `shares[g]` slots of every batch belong to it: its
     weight's part of the batch, rounded by largest remainder. The slots of a set are spread evenly over the batch, so
@@ -317,7 +317,10 @@ class Mixture:
 
 
 def shares(batch_size: int, weights: Sequence[float]) -> list[int]:
-    """Return the number of slots of each data set, by weight and largest remainder; ValueError if a set gets none."""
+    """Return the number of slots of each data set, by weight and largest remainder.
+
+    Raises ValueError if a data set gets no slots.
+    """
     exact = [batch_size * weight / sum(weights) for weight in weights]
     counts = list(map(int, exact))
     remainders = np.subtract(exact, counts)

@@ -4,7 +4,7 @@ In:  {"key": "1a2b…", "seconds": 3.2}
 Out: {"key": "1a2b…", "seconds": 3.2, "sha256": "9f3c…"}, one entry per line
 
 The digest covers the text, not the values: any changed bit is detected, even in whitespace, and a truncated file lacks
-its end. The reader of a record decides what to do about a bad one.
+its end. The reader of a record decides what to do if the record is damaged.
 
 A `Journal` records long work, one sealed line per finished piece, so that a killed command resumes where it stopped:
 1. `with Journal(path, setting)` reads the records of an earlier command with the same setting (`records`, by key);

@@ -199,7 +199,7 @@ class Folder:
         return sorted(names, reverse=True)
 
     def unpublished(self, folder: str) -> Sequence[str]:
-        """List the other folders: "bad-…" (bad sets) and ".tmp-…" (in progress, or left by dead processes)."""
+        """List the folders that are not published: "bad-…" (bad sets), ".tmp-…" (unfinished or abandoned sets)."""
         top = self.local / folder
         paths = [*sorted(top.glob("bad-*")), *sorted(top.glob(".tmp-*"))]
         return [path.name for path in paths]

@@ -49,7 +49,7 @@ def files_below(folder: Path, skipped: Counter[str], *, in_order: bool = True) -
 
 
 def matching(pattern: str | os.PathLike[str]) -> list[Path]:
-    """Return the files of a path with `{000..999}`, or `*` in its last part, as the shell and remote URLs expand them.
+    """Expand `{000..999}` in a path, and `*` in its last part, as for remote URLs, and return the files.
 
     The path of an existing file, and a pattern that matches nothing, are returned unchanged.
     """
@@ -102,12 +102,14 @@ def _walk(
     for entry in entries:
         path = Path(entry.path)
         try:
-            is_folder, is_file = entry.is_dir(), entry.is_file()
+            is_folder = entry.is_dir()
+            is_file = entry.is_file()
         except OSError as error:
             # Linux follows at most 40 links in a path; a link to itself needs more.
             if error.errno != errno.ELOOP:
                 raise
-            is_folder = is_file = False
+            is_folder = False
+            is_file = False
         if is_folder and (entry.name.startswith(".") or entry.name in SYSTEM_FOLDERS):
             _count_skipped(path, skipped)
         elif is_folder:
@@ -128,7 +130,7 @@ def _identity(folder: Path) -> Identity:
 
 
 def _count_skipped(folder: Path, skipped: Counter[str]) -> None:
-    """Count the files below a hidden or system folder in `skipped`, without following links."""
+    """Add the number of files below a hidden or system folder to `skipped`, without following links."""
     kind = HIDDEN if folder.name.startswith(".") else f"file in a system folder ({folder.name})"
     for _, _, names in os.walk(folder):
         if names:

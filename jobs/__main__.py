@@ -343,7 +343,7 @@ def execute(words: Sequence[str]) -> Answer:
 
 @contextmanager
 def prepared(words: Sequence[str]) -> Iterator[Callable[[], object]]:
-    """Parse the arguments, and yield a function that runs the command. Raises typer.Exit after --help."""
+    """Parse the arguments, and yield a function that runs the command. Raises typer.Exit if the help was printed."""
     if words[0] == "--version":
         yield version
         return
@@ -359,7 +359,7 @@ def prepared(words: Sequence[str]) -> Iterator[Callable[[], object]]:
 
 
 def as_answer(result: object) -> Answer:
-    """Return the answer of a command; some commands return only an exit code, or nothing."""
+    """Convert what a command returns, an Answer, an exit code or None, to an Answer."""
     activity.end()
     if isinstance(result, Answer):
         return result

@@ -14,9 +14,10 @@
     edit      in the file `path`, replace the word `replace` with `by`, then repeat the command that failed
     fix       outside Patchline, provide what `need` names (FIXES), at `path` or under `name`; then repeat the command
     read      a person must read `text` and decide
+    run       after a success, the next command
 
-All steps are derived here from the lines of the error's message, whose form is described in data/errors.py. Errors pass
-between processes as text, so the message is the only information that is always available.
+The steps after an error are derived here from the lines of its message, whose form is described in data/errors.py.
+Errors pass between processes as text, so the message is the only information that is always available.
 """
 
 import contextlib
@@ -52,8 +53,8 @@ AGAIN = re.compile(r"\b(run|repeat) (the same command|this command|the command|i
 # First words of a line that says what to do. All other lines after the first say why.
 VERBS = re.compile(
     r"(add|allow|ask|change|check|choose|copy|create|delete|exclude|export|fix|free|give|install|list|load|lower|make"
-    r"|move|omit|pass|put|raise|remove|rename|repair|repeat|replace|restart|restore|retry|run|save|see|set|start|stop"
-    r"|submit|to|try|undo|unset|use|wait|write)\b",
+    r"|move|omit|pass|put|raise|remove|rename|repair|repeat|replace|request|restart|restore|retry|run|save|see|set|start"
+    r"|stop|submit|to|try|undo|unset|use|wait|write)\b",
     re.IGNORECASE,
 )
 SIMILAR = 0.6  # difflib's ratio above which a typed word is the misspelled one
@@ -67,7 +68,7 @@ FIXES = (
         re.compile(r"(?:Operation not permitted|Permission denied|Read-only file system): (/[^\s:]+)"),
     ),
     ("variable", "name", re.compile(r"Environment variable '(\w+)' not found")),
-    ("credentials", "path", re.compile(r"(\w+://\S+): denied\b")),
+    ("credentials", "path", re.compile(r"(\w+://\S+): (?:access )?denied\b")),
     ("file", "path", re.compile(r"(?:: |^)(\S+) has changed: |cannot load (\S+): ")),
     ("cluster", "name", re.compile(r"no response at (RAY_ADDRESS)=")),
 )

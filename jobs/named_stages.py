@@ -8,6 +8,7 @@
 The selected folder is reported on stderr. Nothing here imports torch.
 """
 
+import glob
 import json
 import re
 import sys
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
-from data.checks import printable_lines
+from data.checks import few, printable_lines
 from data.errors import DataError, ExitCode, UsageError
 from jobs.terminal import for_stream
 from models.checks import did_you_mean
@@ -25,6 +26,7 @@ from models.weights.folder import CONFIG
 from pipeline.artifacts import DONE, TASK, recorded_s
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.monitoring.telemetry import last_metrics
+from pipeline.values import counted
 
 STAGE_FOLDER = re.compile(r"(?P<name>.+)-(?P<key>[0-9a-f]{8})")
 CHECKPOINTS = "checkpoints"
@@ -128,10 +130,29 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     newest = next(iter(fitting.values()))
     addresses.remove(str(run / newest.name))
     line = f"{typed or path}: using {newest}"
+    older = [stage for stage in of_name if stage.name == newest.name and stage.is_finished and stage != newest]
+    if older and newest.is_finished:
+        line += f", the newest of {len(older) + 1} with different settings (older: {few([o.path.name for o in older])})"
     if addresses:
         line += f"; to select another stage, use {' or '.join(addresses)}"
     print(for_stream(printable_lines(line), sys.stderr), file=sys.stderr, flush=True)
     return str(newest.path)
+
+
+def same_named(path: str) -> str:
+    """Return lines that list the runs in the folder `runs` with a finished stage named `path`; "" if there are none."""
+    if "/" in path or not path:
+        return ""
+    addresses = set()
+    for folder in Path("runs").glob(f"*/{glob.escape(path)}-*/"):
+        stage = stage_at(folder)
+        if stage is not None and stage.name == path and stage.is_finished:
+            addresses.add(str(folder.parent / path))
+    if not addresses:
+        return ""
+    return f"\n  {path} is a stage of {counted(len(addresses), 'run')}; use one of them:" + "".join(
+        f"\n  {address}" for address in sorted(addresses)
+    )
 
 
 def resume_command(run: Path) -> str:

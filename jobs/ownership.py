@@ -156,7 +156,8 @@ class Lease:
             self.renew(is_released=True)
         except (PatchlineError, OSError) as error:
             self.log(
-                f"could not release the lease of {self.storage.address()}; the next command will have to wait: {error}"
+                f"could not release the lease of {self.storage.address()}: {error}; the next command will have to "
+                "wait until it expires"
             )
 
     def take(self) -> None:

@@ -115,11 +115,11 @@ class SetConfig:
             require(is_class, f"keep is {self.keep}, expected class ids (0 or greater) or class names")
         require(
             not (self.names and self.classes_of),
-            "names and classes_of both define the class numbering\n  remove one of them",
+            "names and classes_of both determine the class numbering\n  remove one of the two",
         )
         require(
             self.source == "digits" or self.path is not None,
-            f"source {self.source} needs a path\n  expected path: the folder or file of the images",
+            f"source {self.source} needs a path, but path is not set\n  set path to the folder or file of the images",
         )
         # Only subsets select samples by a rule; they keep the classes of their parent data set.
         if self.source == "subset":
@@ -128,7 +128,8 @@ class SetConfig:
             require(
                 not renumbers,
                 "a subset has the class ids and names of its parent data set\n"
-                "  remove names, classes_of, rename and classes, or pack the parent again with these keys",
+                "  remove the keys `names`, `classes_of`, `rename` and `classes`, or pack the parent again with these "
+                "keys",
             )
         else:
             subset_fields = []
@@ -143,25 +144,25 @@ class SetConfig:
         if self.source == "shards":
             require(
                 not self.rename and not self.keep,
-                "source shards indexes tars without changing them\n"
-                "  remove rename and keep, or pack the tars again with source: tars",
+                "source: shards indexes tars without changing them\n"
+                "  remove the keys `rename` and `keep`, or pack the tars again with source: tars",
             )
         if self.unlabelled:
             has_classes = any([self.names, self.classes_of, self.rename, self.classes, self.keep])
             require(
                 self.source in UNLABELLED and not has_classes,
-                f"unlabelled works only with the sources {', '.join(UNLABELLED)}, and without class settings\n"
-                "  remove names, classes_of, rename, classes and keep",
+                f"unlabelled works only with the sources {', '.join(UNLABELLED)}, and without settings of classes\n"
+                "  remove the keys `names`, `classes_of`, `rename`, `classes` and `keep`",
             )
         # `task`, `split` and `partial` apply only to data sets whose published samples are known.
         if self.source == "vtab" or self.task is not None:
             tasks = load_optional(VTAB_TASKS, "source: vtab")
             require(
                 self.source == "vtab" and self.task in tasks,
-                f"task is {self.task}, source is {self.source}\n  expected source vtab with one of its tasks: "
+                f"task is {self.task} and source is {self.source}\n  expected source: vtab with one of its tasks: "
                 + ", ".join(tasks),
             )
-        require(not (self.wnids and self.real), "wnids and real both define the labels\n  remove one of them")
+        require(not (self.wnids and self.real), "wnids and real both determine the labels\n  remove one of the two")
         known = known_set(self)
         splits: tuple[str, ...] = ("train", "test")
         if known is not None:
@@ -172,12 +173,13 @@ class SetConfig:
         )
         require(
             not self.partial or known is not None,
-            f"partial applies only to known data sets, but source is {self.source}\n  remove partial",
+            f"`partial` applies only to known data sets, but source is {self.source}\n  remove the key `partial`",
         )
         require(
             not (self.partial and self.source == "vtab"),
-            "partial does not work with source vtab, whose tasks select images by their position in the full data set\n"
-            "  remove partial, and use the full data set prepared by TensorFlow Datasets",
+            "`partial` is not supported with source: vtab, whose tasks select images by their position in the full "
+            "data set\n"
+            "  remove the key `partial`, and use the full data set prepared by TensorFlow Datasets",
         )
 
 

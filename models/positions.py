@@ -235,11 +235,11 @@ def resize_positions(table: Tensor, old_grid: Grid, new_grid: Grid, prefix_token
     old_grid = checks.pair("old_grid", old_grid)
     new_grid = checks.pair("new_grid", new_grid)
     if table.ndim not in (2, 3) or (table.ndim == 3 and table.shape[0] != 1):
-        raise ValueError(f"a position table is (N, D) or (1, N, D), found {tuple(table.shape)}")
+        raise ValueError(f"a position table must have the shape (N, D) or (1, N, D), found {tuple(table.shape)}")
     expected = prefix_tokens + math.prod(old_grid)
     if table.shape[-2] != expected:
         raise ValueError(
-            f"position table has {table.shape[-2]} entries; grid {old_grid[0]}x{old_grid[1]} with "
+            f"position table has {table.shape[-2]} entries, but grid {old_grid[0]}x{old_grid[1]} with "
             f"{prefix_tokens} prefix tokens needs {expected}; check old_grid and prefix_tokens"
         )
     # An unchanged grid must return a bitwise equal table.

@@ -110,7 +110,7 @@ class Health:
         # and no worker is left waiting in a collective.
         self.skipped_in_a_row += 1
         self.telemetry.log(
-            f"step {step}: the gradient is not finite; skipped the step, the weights are unchanged; "
+            f"step {step}: non-finite gradient; the step was skipped, and the weights are unchanged; "
             f"first samples of this worker (epoch, shard, sample): {ids[:4]}"
         )
 

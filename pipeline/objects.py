@@ -88,7 +88,7 @@ def encoded(value: Any) -> Any:
     if name in CLASSES:
         fields = {field.name: encoded(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"class": name, "fields": fields}
-    raise TypeError(f"workers cannot exchange objects of {name}: add it to CLASSES in pipeline/objects.py")
+    raise TypeError(f"workers cannot exchange objects of {name}; add this class to CLASSES in pipeline/objects.py")
 
 
 def decoded(value: Any) -> Any:
@@ -109,10 +109,13 @@ def decoded(value: Any) -> Any:
     if name == "array":
         dtype = np.dtype(value["dtype"])
         if dtype.kind not in NUMBERS:
-            raise ValueError(f"unsupported array of {dtype} from another worker")
+            raise ValueError(f"received an array of {dtype} from another worker, which is not supported")
         return np.frombuffer(bytearray(base64.b64decode(value["content"])), dtype).reshape(value["shape"])
     if name not in CLASSES:
-        raise ValueError(f"object of {str(name)[:80]!r} from another worker: not in CLASSES in pipeline/objects.py")
+        raise ValueError(
+            f"received an object of {str(name)[:80]!r} from another worker, which is not in CLASSES in "
+            "pipeline/objects.py"
+        )
     module, _, class_name = name.rpartition(".")
     kind = getattr(importlib.import_module(module), class_name)
     if "fields" in value:

@@ -447,7 +447,7 @@ def test_a_sigterm_to_one_worker_of_few_shot_stops_all(twin, shards, tmp_path) -
     assert "stopped between two batches; run the same command again" in output_of(run), output_of(run)
 
 
-def test_an_evaluation_that_fails_costs_no_step_and_no_restart(few, twin, run) -> None:
+def test_failed_evaluation_causes_no_lost_step_or_restart(few, twin, run) -> None:
     """A byte is wrong in the evaluation's last shard, which worker 1 reads; later it is repaired."""
     evaluated = run.parent / "evaluated"
     shutil.copytree(few, evaluated)
@@ -550,7 +550,7 @@ def test_the_world_may_change_between_any_two_attempts(times, run) -> None:
         assert max(abs(losses[step][-1] - reference[step][0]) for step in reference if step in losses) < 1e-4
 
 
-def test_with_exact_parts_the_world_and_the_stage_may_change_and_the_bits_stay(run) -> None:
+def test_exact_parts_keep_the_bits_if_world_size_or_zero_stage_changes(run) -> None:
     """World 1 → 2 → 4 → 2 at ZeRO 2 → 3 → 0 → 1 with all random operations, compared with one undisturbed worker."""
     options = ("exact_parts=4", "model.dropout=0.1", "mixup=0.2", "polyak=0.9", "checkpoint_blocks=1", "log_every=1")
     exact = [f"pretrain.{option}" for option in options]
@@ -574,7 +574,7 @@ def test_with_exact_parts_the_world_and_the_stage_may_change_and_the_bits_stay(r
 
 
 @pytest.mark.slow
-def test_a_stop_a_commit_and_an_infinite_gradient_of_one_worker_fall_into_one_step_and_nothing_is_lost(run) -> None:
+def test_stop_commit_and_infinite_gradient_in_the_same_step_lose_nothing(run) -> None:
     """Compared with a run whose only fault is that gradient in step 13."""
     alone = run.parent / "alone"
     shutil.copytree(run, alone)
@@ -814,7 +814,7 @@ def test_a_run_is_stopped_by_its_lease_from_anywhere(run, capsys) -> None:
     assert first.exitcode == 75, output_of(run)
     out = capsys.readouterr().out
     assert f"asked process {first.pid} on " in out
-    assert "it has ended; for its result, run python -m jobs status " in out
+    assert "the command has ended; for its result, run python -m jobs status " in out
     assert main(["stop", str(run)]) == 0
     assert main(["status", str(run)]) == 0
     out = capsys.readouterr().out

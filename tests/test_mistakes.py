@@ -99,7 +99,7 @@ COMMANDS = """
 64 analyze weights nowhere --output out       => no such file or folder: nowhere|expected image files
 64 evaluate                                   => Missing argument 'WEIGHTS'|pretrain runs/photos/parts/held-out
 64 evaluate weights                           => Missing argument 'SET|evaluate runs/photos/pretrain runs/photos/parts
-64 evaluate weights train=shards/train        => no data set to evaluate on|evaluate weights runs/photos/parts/held-out
+64 evaluate weights train=shards/train        => a data set to evaluate on|evaluate weights runs/photos/parts/held-out
 64 new                                        => Missing argument 'images|for example: python -m jobs new photos
 65 evaluate weights 'two words'               => pack folder 'two words' 'two words-shards'
 65 index 'two words'                          => pack folder 'two words' 'two words-shards'
@@ -108,7 +108,7 @@ COMMANDS = """
 65 evaluate nowhere shards/test               => no file or folder at nowhere|expected an official .npz
 64 evaluate weights shards/test --protocol top1 => did you mean 'top-1'?
 65 import nowhere.npz out                     => no file or folder at nowhere.npz
-65 import tiny.yaml out                       => cannot load tiny.yaml|it is not a weights file
+65 import tiny.yaml out                       => cannot load tiny.yaml|the file is not a weights file
 64 pack photos out                            => for example: python -m jobs pack folder photos/train shards/train
 64 pack photo photos out                      => source is photo|expected one of folder, table, tars
 65 pack folder nowhere out                    => no file or folder at nowhere
@@ -118,7 +118,7 @@ COMMANDS = """
 64 pack folder photos tiny.yaml               => tiny.yaml is a file|expected a folder
 65 pack folder photos shards/train            => a finished data set|use another folder
 74 pack folder photos /sys/out                => /sys/out|a folder that this user may write
-65 pack table tiny.yaml out                   => expected columns path and label|the first line of a CSV is path,label
+65 pack table tiny.yaml out                   => expected columns path and label|of a CSV must be path,label
 65 pack table photos out                      => photos is a folder|expected a CSV or Parquet file
 65 index photos                               => no *.tar here|python -m jobs pack folder photos photos-shards
 65 index nowhere                              => this folder does not exist
@@ -153,7 +153,7 @@ KEYS = """
 78 pretrain.model.dropuot=0.1       => no field 'dropuot'; did you mean 'dropout'?
 78 pretrain.model=S16               => did you mean S/16?
 78 pretrain.model=vit_small_patch16_224 => did you mean S/16?|expected a size and a patch
-78 pretrain.model.name=Z/16         => no size 'Z'
+78 pretrain.model.name=Z/16         => unknown size 'Z'
 78 'pretrain.model={name: mu/8, image_size: 16' => quote the whole override
 65 pretrain.model.classes=2         => labels up to 9, but the model has only 2 classes|set pretrain.model.classes=10
 78 pretrain.model.classes=ten       => classes must be a whole number
@@ -187,7 +187,7 @@ KEYS = """
 78 pretrain.probe.shots=5           => expected a list of whole numbers|pretrain.probe.shots=[5]
 78 pretrain.data.drop=a.tar         => for example, set pretrain.data.drop=[a.tar]
 78 pretrain.data.augment.crop=center => expected one of inception, random, none
-78 pretrain.data.augment.min_area=2 => min_area is 2.0, expected 1
+78 pretrain.data.augment.min_area=2 => min_area is 2.0, expected at most 1
 78 pretrain=null                    => pretrain is null, expected a stage's section
 78 pretrain.init=None               => pretrain.init is None, which YAML reads as a string|set pretrain.init=null
 78 cluster.workers=two              => cluster.workers is two, expected a whole number

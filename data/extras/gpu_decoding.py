@@ -42,9 +42,8 @@ def torchcodec() -> Decode:
 class DeviceDecoder:
     """Decodes the encoded rows of a micro-batch on the model's device.
 
-    Raises DataError if TorchCodec is not installed.
-
-    With `reduced`, it averages pixels if a CPU process would have decoded the image at a reduced scale.
+    With `reduced`, it averages pixels if a CPU process would have decoded the image at a reduced scale. Raises
+    DataError if TorchCodec is not installed.
     """
 
     def __init__(self, reduced: bool):

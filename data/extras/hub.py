@@ -80,9 +80,9 @@ def parsed(url: str) -> Any:
     try:
         parts = package.parse_hf_uri(url)
     except ValueError:
-        raise Refused(f"{url}: expected {ADDRESS}") from None
+        raise Refused(f"{redacted(url)}: expected {ADDRESS}") from None
     if parts.type != "dataset":
-        raise Refused(f"{url}: names a {parts.type} instead of a data set; expected {ADDRESS}")
+        raise Refused(f"{redacted(url)} is the address of a {parts.type}, not of a data set; expected {ADDRESS}")
     return parts
 
 

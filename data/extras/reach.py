@@ -1,4 +1,4 @@
-"""Check whether this node can read a local or remote data set, and how fast, by reading parts of a few shards."""
+"""Check that this node can read a local or remote data set, and measure the speed, by reading parts of a few shards."""
 
 import os
 import time

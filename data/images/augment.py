@@ -56,8 +56,8 @@ class AugmentConfig:
         at_least(self, 0, "randaug_layers randaug_magnitude", "augment.")
         if self.squash is not None and self.crop != "random":
             raise ConfigError(
-                f"augment.squash is {self.squash}, but it has no effect with augment.crop={self.crop}; set "
-                "augment.squash=null, or augment.crop=random"
+                f"augment.squash is {self.squash}, expected null, because it has no effect with "
+                f"augment.crop={self.crop}; set augment.squash=null, or augment.crop=random"
             )
         if self.min_area > 1:
             raise ConfigError(f"augment.min_area is {self.min_area}, expected at most 1 (the whole image)")

@@ -186,7 +186,10 @@ def read_jpeg(data: bytes) -> Header:
 
 
 def read_webp(data: bytes) -> Header:
-    """Read the size from the first chunk (RFC 9649: extended, lossless or lossy); raises BadImage and struct.error."""
+    """Read the size of a WebP from its first chunk (RFC 9649: extended, lossless or lossy).
+
+    Raises BadImage or struct.error if that chunk is damaged.
+    """
     (riff_bytes,) = struct.unpack_from("<I", data, 4)
     if len(data) < 8 + riff_bytes:
         raise BadImage("truncated")
@@ -277,10 +280,11 @@ def opencv_decode(data: bytes, flags: int) -> np.ndarray:
 
 
 def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndarray:
-    """Return the pixels inside `box`; a JPEG is decoded at down to 1/8 scale if `covering` pixels per side remain.
+    """Return the pixels inside `box`, at a reduced scale if the image is a JPEG and the box is large enough.
 
-    Only the box is decoded; at a reduced scale, its edges move by at most half a reduced pixel. With `covering` 0, the
-    scale is not reduced. Raises BadImage.
+    The scale is the smallest of 1, 1/2, 1/4 and 1/8 at which each side keeps at least `covering` pixels; it is 1 if
+    `covering` is 0. Only the box is decoded; at a reduced scale, its edges move by at most half a reduced pixel. Raises
+    BadImage if the image cannot be decoded.
     """
     y, x, h, w = box
     # The binding supports JPEGs of one or three channels; other images are decoded completely and cropped.
@@ -296,7 +300,7 @@ def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndar
 
 
 def reduction(side: int, covering: int) -> int:
-    """Return the largest denominator that keeps `side` at `covering` pixels or more; 1 if `covering` is 0."""
+    """Return the largest denominator (8, 4, 2 or 1) at which `side` keeps `covering` pixels; 1 if `covering` is 0."""
     if covering:
         for denominator in (8, 4, 2):
             if side >= denominator * covering:

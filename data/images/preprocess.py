@@ -201,7 +201,7 @@ def central_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
 def resize_pillow(image: np.ndarray, size: int | tuple[int, int], filter: str) -> np.ndarray:
     """Resize with a Pillow filter, as torchvision does: the shorter side to a number, or both sides to (h, w).
 
-    Raises ValueError for an unknown filter, and BadImage if the longer side would become too long.
+    Raises ValueError for an unknown filter, or BadImage if the longer side would become too long.
     """
     if filter not in PILLOW_FILTERS:
         raise ValueError(

@@ -240,7 +240,7 @@ def read_large(path: Path) -> tuple[Mapping[str, Any], Sequence[Shard]]:
 
 
 def make_columns(path: Path, columns: Path) -> MappedShards:
-    """Write the columns of an index, while other processes of the node wait for the lock.
+    """Write the columns of an index, while other processes on the node wait for the lock.
 
     Raises the errors of `read_json`, or OSError or StorageError if the columns cannot be written.
     """

@@ -76,7 +76,7 @@ class Refusals:
         self.add(f"{MEMBER_TYPE}{extension[:MAX_EXTENSION]}", name)
 
     def add_all(self, other: Refusals, shard: str) -> None:
-        """Add the counts from a shard."""
+        """Add the counts of a shard, which `shard` names."""
         for reason, count in other.counts.items():
             first = other.first.get(reason, "")
             self.add(reason, f"{first} of {shard}" if first else shard, count)

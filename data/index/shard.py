@@ -177,7 +177,7 @@ class MappedShards(Sequence[Shard]):
 
 
 def reopened(path: Path, digest: bytes, excluded: frozenset[int]) -> MappedShards:
-    """Map the same file of shards as another process; raises DataError if the file is missing or has changed."""
+    """Map the file of columns that another process has mapped; raises DataError if it is missing or has changed."""
     shards = open_columns(path)
     if shards is None or shards.digest != digest:
         raise DataError(

@@ -131,7 +131,7 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
     """Find the samples of a WebDataset tar: consecutive members with equal names up to the first dot.
 
     With `rename`, the extension of an image or label starts at the last dot, and other dots become underscores. Raises
-    DataError if the tar is truncated or invalid; if `lenient`, returns the samples before that point.
+    DataError if the tar is truncated or invalid; with `lenient`, returns the samples before that point instead.
     """
     result = Walk()
     key = b""
@@ -203,7 +203,7 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False, rename: b
 
 
 def count_repeated(result: Walk) -> None:
-    """Count samples with the key of an earlier sample in `result.refused`.
+    """Add to `result.refused` the number of samples that repeat the key of an earlier sample.
 
     `tar -r` creates such samples by appending a changed file.
     """

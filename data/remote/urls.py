@@ -149,8 +149,8 @@ def check_url(url: str) -> None:
 def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     """Return bytes start … stop−1, or fewer if the response ends early.
 
-    Raises FileNotFoundError, PermissionError, and many kinds of errors for which a retry may help. Raises Refused for
-    a forbidden scheme or address, and if the store ignores ranges, because every request would then return the whole
+    Raises FileNotFoundError, PermissionError, or any of the many errors for which a retry may help. Raises Refused for
+    a forbidden scheme or address, or if the store ignores ranges, because every request would then return the whole
     object. Raises StorageError with the text of an error page if one arrives instead of these bytes.
     """
     check_url(url)
@@ -247,7 +247,8 @@ class Retry:
 
         Raises at once: FileNotFoundError, because retries do not help; DataError if the store's client is not installed
         or an address is refused; StorageError for an error page. Raises StorageError if all attempts fail, if the store
-        has denied the requests for DENIED_S, if it asks for pauses of LONGEST_THROTTLED_S, or if `stopped()` is true.
+        has denied the requests for DENIED_S, if the pauses that it requests exceed LONGEST_THROTTLED_S, or if
+        `stopped()` is true.
         """
         bucket = "/".join(address.split("/")[:3])
         reason = ""
@@ -421,7 +422,7 @@ async def ask_google(
 ) -> Any:
     """Send one request of gcsfs. Raises ErrorPage if an error page arrives instead of the JSON of a list or an object.
 
-    gcsfs would retry HTML and XML pages, and take a JSON page for an empty list.
+    gcsfs would retry HTML and XML pages, and mistake a JSON page for an empty list.
     """
     answer = await send_once(filesystem, method, path, *args, **options)
     # Reads have complete URLs as paths; an object may contain anything.
@@ -435,7 +436,7 @@ async def ask_google(
 def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
     """Return fsspec's file system for a scheme, with its own retries disabled.
 
-    Raises DataError if its package is missing, or is a version whose retries cannot be disabled.
+    Raises DataError if its package is missing, or if the retries of the installed version cannot be disabled.
     """
     if scheme == "hf":
         hub: AbstractFileSystem = load_optional(HUB + "file_system", "hf://")()
@@ -557,7 +558,7 @@ class SameHostHandler(urllib.request.HTTPRedirectHandler):
 
 
 class PublicConnection(http.client.HTTPSConnection):
-    """Connects to the checked address, because a second name resolution could return another one."""
+    """Connects to the checked address, because a second name resolution could return a different address."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)

@@ -271,7 +271,7 @@ def count_classes(
 
 
 def count_unreadable(tar: memoryview, result: Walk) -> None:
-    """Count images that lack a valid header or end, or are too large, in `result.refused`.
+    """Count in `result.refused` the images that lack a valid header or end, or are too large.
 
     The samples stay in the data set: training replaces them and counts them as bad.
     """
@@ -356,7 +356,7 @@ def check_kept(url: str) -> None:
     """Raise DataError unless a URL may be read and may be stored in an index."""
     check_url(url)
     if not urlsplit(url).hostname:
-        raise DataError(f"{redacted(url)}: has no bucket or host; expected a URL like s3://bucket/train")
+        raise DataError(f"{redacted(url)} has no bucket or host; expected a URL like s3://bucket/train")
     if redacted(url) != url:
         raise DataError(
             f"{redacted(url)}: the index would store the password or signature in this URL; pass the secret in the "

@@ -61,7 +61,7 @@ def unusable_shards(index: Index) -> dict[str, str]:
             problems[place] = error.strerror or "unreadable"
             continue
         if size != shard.bytes:
-            problems[place] = f"{size} bytes, the index lists {shard.bytes}"
+            problems[place] = f"found {size} bytes, but the index lists {shard.bytes}"
     return problems
 
 

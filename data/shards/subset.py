@@ -320,7 +320,8 @@ def only_rows(chosen: np.ndarray, rows: np.ndarray) -> np.ndarray:
 def bounds_of(part: str, samples: int) -> tuple[int, int]:
     """Return (first, stop) for a part such as ":98%" of this many samples, like TensorFlow Datasets slices.
 
-    Percentages are rounded to the nearest sample; negative numbers count from the end. Raises ConfigError.
+    Percentages are rounded to the nearest sample; negative numbers count from the end. Raises ConfigError if the part
+    has a different format.
     """
     match = re.fullmatch(rf"\[?({BOUND}):({BOUND})\]?", part)
     if match is None:

@@ -1,4 +1,4 @@
-"""Samples from files: a folder with one sub-folder per class, images without classes, or listed files.
+"""Read samples from files: a folder with one sub-folder per class, images without classes, or listed files.
 
 photos/train/cat/1.jpg       Sample("cat/1", Path("photos/train/cat/1.jpg"), (0,), "jpg")
 photos/train/dog/7.png  →    Sample("dog/7", Path("photos/train/dog/7.png"), (1,), "png")

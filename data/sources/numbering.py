@@ -66,11 +66,10 @@ def read_class_list(path: str | os.PathLike[str]) -> Names:
 
 
 def names_by_id(content: Mapping[str, object]) -> list[object]:
-    """Return the names in a mapping in the order of their ids.
+    """Return the names in a mapping, ordered by their ids.
 
-    The mapping is {"0": name, …}, or {name: 0, …} like torchvision's class_to_idx.
-
-    Raises ValueError if the ids of the second form are not 0, 1, 2, ….
+    The mapping is {"0": name, …}, or {name: 0, …} like torchvision's class_to_idx. Raises ValueError if the ids of the
+    second form are not 0, 1, 2, ….
     """
     ids = list(content.values())
     if not all(type(label) is int for label in ids):
@@ -124,10 +123,10 @@ def number(
     name: str = "the set",
     target_name: str = "the class list",
 ) -> Numbering:
-    """Return the numbering from a source's `own` names to the ids of `target`, or to new ids if `target` is None.
+    """Return the numbering from a source's `own` names to the ids of `target`, or to new ids if `target` is empty.
 
     If the source has no names, its ids are used as ids of `target`. `rename` and `keep` refer to the source's
-    classes. `name` and `target_name` are used in messages. Raises DataError if `target` lacks names.
+    classes. `name` and `target_name` are used in messages. Raises DataError if `target` lacks any of the names.
     """
     rename = rename or {}
     check_known(rename, own, f"{name}: rename")

@@ -207,7 +207,7 @@ def make_token() -> None:
     except OSError as error:
         raise ClusterError(
             f"cannot store the cluster's token in {path}: {error.strerror}\n"
-            f"  without a token, anyone could run code on the cluster\n"
+            f"  without a token, anyone who can reach the cluster could run code on it\n"
             f"  set RAY_AUTH_TOKEN_PATH to a writable file"
         ) from None
     os.environ["RAY_AUTH_MODE"] = "token"

@@ -75,7 +75,7 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
         address = os.environ["RAY_ADDRESS"]
         if address.startswith("http"):
             raise ClusterError(
-                f"RAY_ADDRESS={address} is the address of a dashboard, which only submit accepts\n"
+                f"RAY_ADDRESS={address} is the address of a dashboard, which only the command submit accepts\n"
                 f"  expected the HOST:PORT that `ray start --head` printed\n"
                 f"  set RAY_ADDRESS=HOST:6379, or submit the recipe to this cluster: python -m jobs submit RECIPE"
             )
@@ -155,7 +155,9 @@ def _join_embedded(cluster: ClusterConfig) -> None:
 
         # Ray reads LOOPBACK_ONLY at import, which may have happened before it was set.
         if ray.util.get_node_ip_address() != embedded.LOOPBACK:
-            raise RuntimeError(f"this process imported Ray before {embedded.LOOPBACK_ONLY} was set to 0")
+            raise RuntimeError(
+                f"this process imported Ray before it set {embedded.LOOPBACK_ONLY}=0, expected the opposite order"
+            )
         _init_ray(address=text)
     except Exception as error:
         # The guard kills and removes everything started so far.
@@ -163,7 +165,7 @@ def _join_embedded(cluster: ClusterConfig) -> None:
         reason = [*str(error).strip().splitlines(), type(error).__name__][0]
         raise ClusterError(
             f"the embedded Ray cluster did not start: {reason}\n"
-            f"  it needs 1 GB of memory, free loopback ports, and disk space in {started.directory.parent}\n"
+            f"  expected 1 GB of free memory, free loopback ports, and disk space in {started.directory.parent}\n"
             f"  to run without Ray, set cluster.backend=processes; to use a running cluster, set "
             f"RAY_ADDRESS=HOST:PORT"
         ) from error

@@ -187,7 +187,9 @@ class RayPlaces:
                 reason = "neither Ray nor torch sees a GPU on this machine"
                 advice = f"to train on the CPU, set cluster.gpus_per_worker=0; or {TOO_FEW}"
             raise ClusterError(
-                f"room for {room} of {least} workers with {in_words(share)} each\n  {reason}\n  {advice}"
+                f"there is room for only {room} of {least} workers, which need {in_words(share)} each\n"
+                f"  {reason}\n"
+                f"  {advice}"
             )
         return room
 

@@ -68,17 +68,19 @@ def inspect_checkout(root: Path) -> Checkout:
                 check_link(name, real)
             if path.is_dir():
                 if real in parents:
-                    raise refused_link(name, real, "the link would make Ray pack its own folder forever")
+                    raise refused_link(
+                        name, real, "Ray would follow the link, which leads back to its own folder, forever"
+                    )
                 walk(path, excludes, [*parents, real])
             elif path.is_file():
                 sizes["/".join(path.relative_to(root).parts[:2])] += path.stat().st_size
 
     def check_link(name: str, real: str) -> None:
         if os.path.commonpath([real_root, real]) != real_root:
-            raise refused_link(name, real, "Ray would ship this content from outside the checkout")
+            raise refused_link(name, real, "Ray would ship files that are outside the checkout")
         # The target may be a secret, or a file in a folder of secrets.
         if looks_secret.match_file(os.path.relpath(real, real_root)):
-            raise refused_link(name, real, "Ray would ship this file, which looks like a secret")
+            raise refused_link(name, real, "Ray would ship the target of the link, which looks like a secret")
 
     def refused_link(name: str, real: str, problem: str) -> UsageError:
         return UsageError(

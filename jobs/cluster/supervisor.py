@@ -199,7 +199,7 @@ class Attempt:
                 context.log(f"worker {slow.rank} on {group.node_names[slow.rank]} is slow: {slow.cause}")
         if self.growth.target is None and self.growth.is_due():
             room = f"room for {self.growth.target} workers, currently {self.watch.world}"
-            context.log(f"{room}: committing this step, then continuing with more workers")
+            context.log(f"{room}; committing this step, then continuing with more workers")
 
         # Repeat the request at each check, because workers may not have started yet.
         if group.drain_events or self.growth.target is not None or context.stop_requested():
@@ -316,7 +316,10 @@ def exclude_node(context: Context, nodes: Nodes, failure: WorkerGroupError, leas
     if ids and nodes.exclude(ids, least) >= least:
         context.log(f"excluded from this campaign: {failure.node}, whose worker {failure.rank} computed wrong results")
     else:
-        context.log(f"{failure.node} computed wrong results but cannot be excluded: no other node has enough room")
+        context.log(
+            f"{failure.node} computed wrong results but cannot be excluded, because the other nodes do not have "
+            "enough room"
+        )
 
 
 def recover(

@@ -15,7 +15,10 @@ from data.errors import Preempted
 # `jobs.__main__.main` handles --debug itself; commands declare it only for --help and shell completion.
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="For example pretrain.optim.lr=1e-3.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Overrides of recipe keys, such as pretrain.optim.lr=1e-3."),
+]
 Recipe = Annotated[str, typer.Argument(help="A YAML file, or the name of a built-in recipe, such as digits.")]
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Restart an unfinished stage from step 0 if its settings changed.")

@@ -83,7 +83,7 @@ def recipe_path(recipe: str) -> Path:
         return path
     if recipe == "-" or path.is_fifo():
         raise ConfigError(
-            f"cannot read the recipe from {recipe}: the recipe is needed again to resume the run\n"
+            f"cannot read the recipe from {recipe}, because resuming the run needs the recipe again\n"
             "  save the recipe to a file first: cat > NAME.yaml"
         )
     recipes = shipped()

@@ -38,7 +38,10 @@ SetsAndOverrides = Annotated[
 ]
 ProtocolNames = Annotated[
     list[str] | None,
-    typer.Option("--protocol", help="top-1, top-5, real, per-class, fewshot, linear, knn or logistic; repeatable."),
+    typer.Option(
+        "--protocol",
+        help="Protocol to run: top-1, top-5, real, per-class, fewshot, linear, knn or logistic; repeatable.",
+    ),
 ]
 DocumentFolder = Annotated[
     str | None, typer.Option(metavar="DIR", help="Folder for evaluation.json; default: runs/evaluate-<weights>.")
@@ -56,7 +59,8 @@ def evaluate(
     """Evaluate weights on data sets. Print accuracies with confidence intervals, and write them to evaluation.json."""
     if all("=" in word for word in words):
         raise UsageError(
-            "no data set to evaluate on\n  use the path of an index or its folder, for example: python -m jobs "
+            "expected a data set to evaluate on, found none\n"
+            "  add the path of an index or its folder, for example: python -m jobs "
             f"evaluate {weights} runs/photos/parts/held-out"
         )
     weights = find_weights(weights)

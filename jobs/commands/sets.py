@@ -37,16 +37,19 @@ TARS = (
 )
 
 Source = Annotated[str, typer.Argument(help=SOURCES)]
-ImagesPath = Annotated[str, typer.Argument(help="Path of the images; - for digits.")]
+ImagesPath = Annotated[str, typer.Argument(help="Path of the images; use - for digits.")]
 NewFolder = Annotated[str, typer.Argument(help="Folder to write the shards and their index to.")]
-Split = Annotated[str, typer.Option(help="digits and known data sets: train, test, or another split of the data set.")]
+Split = Annotated[
+    str, typer.Option(help="For digits and known data sets: train, test, or another split of the data set.")
+]
 Root = Annotated[
-    str | None, typer.Option(help="table: base folder of its relative paths; default: the table's folder.")
+    str | None, typer.Option(help="For table: base folder of the relative paths; default: the table's folder.")
 ]
 Wnids = Annotated[
     str | None,
     typer.Option(
-        help="imagenet-validation: the devkit, or a text file with one wnid per line; imagenet-21k: the text file."
+        help="For imagenet-validation: the devkit, or a text file with one WordNet id per line; for imagenet-21k: "
+        "such a text file."
     ),
 ]
 ClassList = Annotated[
@@ -59,15 +62,21 @@ Rename = Annotated[
     typer.Option(metavar="OLD=NEW", help="Rename a class from the source; repeatable."),
 ]
 Real = Annotated[
-    str | None, typer.Option(help="imagenet-validation: real.json with all labels of each image, instead of --wnids.")
+    str | None,
+    typer.Option(help="For imagenet-validation: real.json, which has all labels of each image; replaces --wnids."),
 ]
-Task = Annotated[str | None, typer.Option(help="vtab: one of its 19 tasks, such as caltech101.")]
-Unlabelled = Annotated[bool, typer.Option("--unlabelled", help="Ignore labels; for training with objective: masked.")]
-Partial = Annotated[bool, typer.Option("--partial", help="Known data sets: accept fewer images than were published.")]
+Task = Annotated[str | None, typer.Option(help="For vtab: one of the 19 tasks, such as caltech101.")]
+Unlabelled = Annotated[bool, typer.Option("--unlabelled", help="Ignore labels, to train with objective: masked.")]
+Partial = Annotated[
+    bool, typer.Option("--partial", help="Accept fewer images of a known data set than were published.")
+]
 ShardSamples = Annotated[int, typer.Option(min=1, help="Maximum number of samples per shard.")]
 ShardBytes = Annotated[int, typer.Option(min=1, help="Maximum bytes of encoded images per shard; default: 1 GiB.")]
 Restarts = Annotated[
-    bool, typer.Option("--restarts", help="Add restart markers to JPEGs: same pixels, faster random crops.")
+    bool,
+    typer.Option(
+        "--restarts", help="Add restart markers to JPEGs, which make random crops faster; the pixels stay the same."
+    ),
 ]
 
 Tars = Annotated[list[str], typer.Argument(help=TARS)]
@@ -75,23 +84,29 @@ Output = Annotated[
     str | None, typer.Option(help="Folder to write the index to; default: the folder of the shards, if it is local.")
 ]
 Location = Annotated[
-    str | None, typer.Option("--at", help="URL from which runs read the shards; default: the URL given.")
+    str | None,
+    typer.Option("--at", help="URL from which runs read the shards; default: the URL of the indexed shards."),
 ]
 
 IndexPath = Annotated[str, typer.Argument(metavar="set", help="An index file, or the folder that contains it.")]
 Name = Annotated[str | None, typer.Option(help="Name of the data set; default: the name of its folder.")]
 Classes = Annotated[
-    int | None, typer.Option(min=1, help="Number of classes (labels must be smaller); default: taken from the labels.")
+    int | None,
+    typer.Option(
+        min=1, help="Number of classes, which must be greater than every label; default: the largest label plus 1."
+    ),
 ]
 CacheFolder = Annotated[
     str | None,
-    typer.Option("--cache", help="For URLs: folder for downloaded shards, as cache.directory in a recipe."),
+    typer.Option("--cache", help="For URLs: folder for downloaded shards, like cache.directory in a recipe."),
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Number of shards processed in parallel.")]
 
 Check = Annotated[
     bool,
-    typer.Option("--check", help="Afterwards, decode every sample like `data check`; exit with 65 if any is damaged."),
+    typer.Option(
+        "--check", help="Then decode every sample, as `data check` does; exit with code 65 if any sample is damaged."
+    ),
 ]
 
 
@@ -160,7 +175,7 @@ def pack(
             "pack does not make subsets\n  run python -m jobs subset INDEX --shots 10 --seed 0 --output FOLDER"
         )
     if source == "shards":
-        raise UsageError(f"existing shards need no packing, only an index\n  run python -m jobs index {path}")
+        raise UsageError(f"existing shards need an index, but need not be packed\n  run python -m jobs index {path}")
     if stages_in(folder):
         raise UsageError(
             f"{folder} is a run directory\n  use another folder for the shards, for example shards/{folder.name}"
@@ -171,7 +186,7 @@ def pack(
         raise UsageError(str(error).removeprefix("pack.")) from None
     if path != "-" and "://" not in path and not any(file.exists() for file in matching(path)):
         hint = "\n  give the images first, then the output folder" if folder.is_dir() else near_path(path)
-        raise DataError(f"no file or folder at {path}{hint}\n  expected the images, or a table of images")
+        raise DataError(f"no file or folder at {path}{hint}\n  expected the path of images, or of a table of images")
     check_apart(cfg, folder)
     if cfg.path is not None and "://" in cfg.path and not missing_paths(cfg):
         cfg = replace(cfg, path=pinned(cfg.path, folder, Cache(cache_config(None))))
@@ -227,7 +242,7 @@ def index(
             "  omit --unlabelled or the others"
         )
     if names and classes_of:
-        raise UsageError("--names and --classes-of both define the class numbering\n  use only one of them")
+        raise UsageError("--names and --classes-of both determine the class numbering\n  omit one of them")
     listed: Names = ()
     if names:
         listed = read_class_list(names)
@@ -236,7 +251,7 @@ def index(
         listed = load_index(find_set(classes_of)).names
         if not listed:
             raise DataError(
-                f"--classes-of {classes_of}: this data set has no class names\n  expected a data set with class names"
+                f"--classes-of {classes_of}: the data set has no class names\n  expected a data set with class names"
             )
 
     # A single argument other than a tar is a folder or a URL with a pattern.

@@ -80,7 +80,7 @@ def stages_of(storage: Storage) -> list[StageCheckpoints]:
             stages.add(stage)
     if not stages:
         raise UsageError(
-            f"no checkpoints in {storage.address()}\n"
+            f"found no checkpoints in {storage.address()}\n"
             "  expected a run directory, a stage's folder in it, or a checkpoint's step-* folder"
         )
     return [StageCheckpoints(storage, stage) for stage in sorted(stages)]

@@ -8,12 +8,14 @@ import typer
 
 from data.errors import DataError
 from jobs.commands.arguments import near_path
-from jobs.named_stages import CHECKPOINTS, find_set, find_stage
+from jobs.named_stages import CHECKPOINTS, find_set, find_stage, same_named
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
 
 AnyWeights = Annotated[
     str, typer.Argument(metavar="WEIGHTS", help="RUN/STAGE, a folder of weights, or a file that `import` reads.")
 ]
+
+LEGACY_PTH = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")  # beginning of files that torch writes without zip
 
 
 def find_weights(path: str) -> str:
@@ -34,13 +36,13 @@ def check_weights_exist(path: str) -> None:
     """Raise DataError if there are no weights at a path; as in big_vision, `file.npz:img` selects a part of a file."""
     if not Path(path).exists() and not Path(path.rpartition(":")[0] or path).exists():
         raise DataError(
-            f"no file or folder at {path}{near_path(path)}\n"
+            f"no file or folder at {path}{near_path(path)}{same_named(path)}\n"
             "  expected an official .npz, or a folder or .safetensors file from Patchline, timm or transformers"
         )
     folder = Path(path)
     if folder.is_file() and ".npz" not in folder.name and folder.suffix not in (".safetensors", ".pth"):
         raise DataError(
-            f"cannot load {path}: it is not a weights file\n"
+            f"cannot load {path}: the file is not a weights file\n"
             "  expected an official .npz, the .pth of DINOv2 or DINOv3, or a folder or .safetensors file from "
             "Patchline, timm or transformers"
         )
@@ -74,7 +76,10 @@ def check_complete(file: Path) -> None:
         except SafetensorError as error:
             problem = f" ({error})"
     elif file.suffix in (".npz", ".pth") and not is_zipfile(file):
-        problem = " (it has no zip directory at its end)"
+        with open(file, "rb") as opened:
+            is_legacy = file.suffix == ".pth" and opened.read(len(LEGACY_PTH)) == LEGACY_PTH
+        if not is_legacy:
+            problem = " (it has no zip directory at its end)"
     if problem:
         size = file.stat().st_size
         raise DataError(

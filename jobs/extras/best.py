@@ -29,7 +29,8 @@ class Best(TrainingExtra):
         require(
             keep_best in metrics,
             f"{name}.keep_best is {keep_best}, but the stage does not evaluate this metric"
-            f"{did_you_mean(keep_best, metrics)}\n  it evaluates: {', '.join(metrics) or 'none'}\n"
+            f"{did_you_mean(keep_best, metrics)}\n"
+            f"  expected a metric that the stage evaluates: {', '.join(metrics) or 'none'}\n"
             "  set data.evaluate to get accuracy, or probe to get 1shot, 5shot and so on",
         )
         require(

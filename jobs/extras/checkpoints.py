@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # imports torch, which takes seconds and would delay errors i
 
     from pipeline.checkpoints.reader import Reader
 
-Step = Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the newest, or all.")]
+Step = Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the newest checkpoint, or all.")]
 OtherRun = Annotated[str | None, typer.Option("--with", metavar="RUN", help="Run or checkpoint to compare with.")]
 OtherStep = Annotated[int | None, typer.Option("--with-step", help="Step of the checkpoint to compare with.")]
 Target = Annotated[
@@ -76,7 +76,9 @@ def selected(run: OpenedRun, step: int | None) -> list[Saved]:
         if known_step == step:
             of_step.append(checkpoint)
     if not of_step:
-        raise UsageError(f"{run.name} has no checkpoint of step {step}; it has steps {', '.join(known_steps)}")
+        raise UsageError(
+            f"{run.name} has no checkpoint of step {step}; expected one of the steps {', '.join(known_steps)}"
+        )
     return of_step
 
 
@@ -197,7 +199,7 @@ def compare(
     """Compare two checkpoints' manifests and tensors; print the changes from the other checkpoint to this one."""
     if more:
         raise UsageError(
-            f"diff takes one run, got {' '.join([path, *more])}\n"
+            f"diff expects a single run, found {' '.join([path, *more])}\n"
             f"  to see the changes from the first to the second, run diff {more[0]} --with {path}"
         )
     # Without --with, compare with another step of the same run.

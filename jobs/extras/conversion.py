@@ -8,14 +8,12 @@ patchline export runs/digits/finetune-1a2b3c4d digits-hf --format hf
 import json
 import shutil
 import warnings
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import safetensors
 import typer
 
 import models
@@ -41,9 +39,6 @@ from pipeline.training_config import check_ops
 if TYPE_CHECKING:  # torch takes a second to import, which would delay usage errors
     from torch import Tensor
 
-# Errors that torch, numpy, safetensors and our checks raise for an unreadable file.
-UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
-
 
 ForeignPath = Annotated[
     str,
@@ -53,7 +48,7 @@ ForeignPath = Annotated[
     ),
 ]
 NewFolder = Annotated[
-    str, typer.Argument(help="Folder for weights.safetensors and model.json; use it as init: in a recipe.")
+    str, typer.Argument(help="Folder for weights.safetensors and model.json; use this folder as `init` in a recipe.")
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -65,7 +60,9 @@ ClassList = Annotated[
 ]
 OurFolder = Annotated[
     str,
-    typer.Argument(metavar="WEIGHTS", help="Our weights: RUN/STAGE, a stage's folder, or a folder from `import`."),
+    typer.Argument(
+        metavar="WEIGHTS", help="Weights of Patchline: RUN/STAGE, a stage's folder, or a folder written by `import`."
+    ),
 ]
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="The file (npz, pth) or folder to write.")]
 Format = Annotated[Literal["safetensors", "npz", "pth", "timm", "hf"], typer.Option(help="Output format.")]
@@ -101,7 +98,7 @@ def import_foreign(
         changes[field] = tuple(value) if isinstance(value, list) else value
     verification: list[str] = []
     verify(path, verification.append)
-    model = load(path, changes)
+    model = any_weights.load(path, changes)
     names = class_names(path) if class_list is None else read_class_list(class_list)
     if len(names) > model.config.classes:
         raise DataError(
@@ -144,7 +141,7 @@ def export(
     for suffix in ("npz", "pth"):
         if not is_file and f".{suffix}" in Path(path).name:
             raise UsageError(
-                f"--format {format} writes a folder, but {path} is named like an .{suffix} file; nothing was written\n"
+                f"--format {format} writes a folder, but {path} is named like a .{suffix} file; nothing was written\n"
                 f"  expected a name without .{suffix}, or --format {suffix}"
             )
 
@@ -152,7 +149,7 @@ def export(
     verification: list[str] = []
     verify(directory, verification.append)
     activity.now(f"export: reading {directory} …")
-    model = load(directory, {})
+    model = any_weights.load(directory, {})
     names = class_names(directory)
     config = model.config
     preprocessing = any_weights.recorded_preprocessing(directory)
@@ -194,7 +191,7 @@ def export(
             changes["image_size"] = config.image_size
         activity.now(f"export: reading {path} back to compare …")
         try:
-            exported = load(str(made), changes)
+            exported = any_weights.load(str(made), changes)
         except DataError as error:
             raise DataError(str(error).replace(str(made), path)) from None
         if format == "safetensors":
@@ -259,7 +256,10 @@ def refuse_existing(target: str) -> None:
             )
     is_occupied = path.is_file() or (path.is_dir() and any(path.iterdir()))
     if is_occupied:
-        raise UsageError(f"{target} already exists; nothing was written\n  use another name, or remove it first")
+        raise UsageError(
+            f"{target} already exists; nothing was written\n"
+            "  use another name, or remove the existing file or folder first"
+        )
 
 
 def verify(path: str, log: Callable[[str], None]) -> None:
@@ -305,21 +305,11 @@ def foreign_preprocessing(
     return scaled
 
 
-def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
-    """Load a model from a path. Raises DataError, which names the path, if the model cannot be read."""
-    changes: dict[str, Any] = dict(overrides)
-    # Convert only the errors that a bad file causes, so that a bug in Patchline is reported as a bug.
-    try:
-        return models.load(path, **changes)
-    except UNREADABLE as error:
-        raise DataError(f"cannot load {path}: {str(error).removeprefix(f'{path} ')}") from None
-
-
 def class_names(path: str) -> tuple[str, ...]:
     """Return the class names stored with weights. Raises DataError if they cannot be read."""
     try:
         return models.load_class_names(path)
-    except UNREADABLE as error:
+    except any_weights.UNREADABLE as error:
         raise DataError(f"cannot read the class names in {path}: {error}") from None
 
 

@@ -25,7 +25,7 @@ def check_images(paths: Sequence[str]) -> None:
         if any(file.name.lower().endswith(images_or_tars) for file in files):
             return
     raise UsageError(
-        f"no images in {', '.join(paths)}\n"
+        f"found no images in {', '.join(paths)}\n"
         f"  expected image files ({', '.join(IMAGES)}), folders of images or tar shards"
     )
 

@@ -74,7 +74,10 @@ def flat(fields: Section, where: str, prefix: str = "") -> dict[str, object]:
         if isinstance(value, Mapping) and value:
             entries = flat(value, where, f"{key}.")
         for entry in entries:
-            require(entry not in values, f"{where} has {entry} twice: as a dotted key and in a section")
+            require(
+                entry not in values,
+                f"{where} sets {entry} twice, as a dotted key and in a section; remove one of the two",
+            )
         values |= entries
     return values
 
@@ -91,7 +94,7 @@ def with_fields(section: Section, fields: Section, where: str) -> dict[str, obje
             if deeper is None:
                 deeper = place[part] = {}
             if not isinstance(deeper, dict):
-                raise ConfigError(f"{where} sets {key}, but {part} is {deeper!r}, not a section")
+                raise ConfigError(f"{where} sets {key}, but {part} is {deeper!r}, expected a section")
             place = deeper
         place[last] = copy.deepcopy(value)
     return changed

@@ -63,8 +63,8 @@ def subset(
     ranges: list[str | None] = [*part] if part else [None]
     if len(ranges) != len(output) or (name and len(output) > 1):
         raise UsageError(
-            f"{len(part or [])} --part, {len(output)} --output and {'a' if name else 'no'} --name\n"
-            "  expected one --output per --part, and --name only with a single subset"
+            f"found {len(part or [])} --part, {len(output)} --output and {'one' if name else 'no'} --name\n"
+            "  expected one --output for each --part, and --name only for a single subset"
         )
     classes = [int(entry) if entry.isascii() and entry.isdigit() else entry for entry in keep or []]
     subsets = []

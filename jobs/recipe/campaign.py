@@ -61,7 +61,7 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
         require(
             campaign.remote is None or not stage.kind.sets(stage.config),
             f"{stage.name} is a {stage.kind.name} stage, but run is {campaign.remote}: other nodes could not read "
-            "what it writes\n"
+            "the data sets that it writes\n"
             "  expected data sets that every node can read, such as data.train: indexes/train for shards at s3://…\n"
             "  first pack images with python -m jobs pack, and copy the tars to the store;\n"
             "  then run python -m jobs index s3://BUCKET/SET --output indexes/train, also for a URL in the recipe\n"
@@ -182,7 +182,7 @@ class Placeholders:
                 continue
             require(
                 part in self.of(source),
-                f"{name}.{field} is {value}, but {source} does not determine {part!r}"
+                f"{name}.{field} is {value}, but {source} does not have the value {part!r}"
                 f"{did_you_mean(part, self.of(source))}",
             )
             references[field] = value
@@ -249,7 +249,7 @@ def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, C
     kind = kinds[kind_name]
     require(
         not kind.missing_module,
-        f"{name} is a {kind_name} stage, which needs {kind.missing_module}, missing from this checkout\n"
+        f"{name} is a {kind_name} stage, which needs {kind.missing_module}, but this file is not in this checkout\n"
         "  restore the file from the repository, or remove the stage from the recipe",
     )
     return kind, config.build(kind.config, values, name, kind.defaults)
@@ -284,7 +284,7 @@ def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
     try:
         sorter.prepare()
     except CycleError as error:
-        raise ConfigError(f"stages read each other in a cycle: {' ← '.join(error.args[1])}") from None
+        raise ConfigError(f"stages must not read each other in a cycle: {' ← '.join(error.args[1])}") from None
 
     # If several stages could come next, take the first in the recipe.
     recipe_order = list(stages)

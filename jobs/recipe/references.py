@@ -89,7 +89,7 @@ def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) ->
     if changes:
         names = ", ".join(sorted({source_of(campaign, value)[0].name for value in stage.references.values()}))
         raise DataError(
-            f"{path.parent} was run with values that {names} no longer chooses: {'; '.join(changes)}\n"
+            f"{path.parent} was run with values that {names} no longer selects: {'; '.join(changes)}\n"
             f"  the runs of the sweep may have been repeated, with different results\n"
             f"  restore the previous folder of {names}, or move {path.parent} elsewhere to run {stage.name} with the "
             "current values"

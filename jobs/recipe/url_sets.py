@@ -43,8 +43,9 @@ def with_indexed_urls(sections: Sections, kinds: Kinds) -> Sections:
             if (url, unlabelled) not in references:
                 require(
                     stage not in sections,
-                    f"{field} is a URL, which a stage named {stage} would index, but the recipe has such a stage\n"
-                    "  rename it",
+                    f"{field} is a URL, which a stage named {stage} would index, but the recipe already has a stage "
+                    "with this name\n"
+                    "  rename the stage",
                 )
                 sets = added.setdefault(stage, {})
                 set_name = field.removeprefix("data.").replace(".", "-")

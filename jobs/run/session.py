@@ -121,7 +121,7 @@ def start_workers(cluster: ClusterConfig, log: RunLog) -> None:
     nodes_of(cluster).warm_up()
     load = os.getloadavg()[0]
     if cluster.backend == "processes" and load > 2 * cores():
-        log(f"this machine is busy (load {load:.0f} on {cores()} cores): the run will take longer than planned")
+        log(f"this machine is busy (load {load:.0f} on {cores()} cores), so the run will take longer than planned")
     warn_of_unused_gpus(cluster, log)
 
 
@@ -222,7 +222,7 @@ class Stopper:
         """
         # A second SIGTERM only repeats the request; a second Ctrl-C comes from a user who does not want to wait.
         if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt("interrupted twice: stopped without a commit; the last checkpoint is intact")
+            raise KeyboardInterrupt("interrupted twice, so stopped without a commit; the last checkpoint is intact")
         if self.received is not None:
             return
         self.received = number

@@ -286,15 +286,16 @@ class Evaluate(StageKind):
         if model is not None and cfg.uses_head():
             require(
                 model.classes > 0,
-                f"{name}: {', '.join(sorted(set(cfg.protocols) - set(FEATURES)))} evaluate the outputs of the head, "
+                f"{name}: {', '.join(sorted(set(cfg.protocols) - set(FEATURES)))} need the outputs of a head, "
                 f"but the weights have no head\n  expected protocols that evaluate features: {', '.join(FEATURES)}",
             )
             for protocol in cfg.protocols:
                 most_guesses = PROTOCOLS[protocol].best
                 require(
                     most_guesses <= model.classes,
-                    f"{name}: {protocol} needs at least {most_guesses} classes, but the weights have {model.classes}\n"
-                    f"  remove it from {name}.protocols",
+                    f"{name}: the protocol {protocol} needs at least {most_guesses} classes, but the weights have "
+                    f"{model.classes}\n"
+                    f"  remove the protocol from {name}.protocols",
                 )
             for set_name, evaluated in cfg.sets.items():
                 index = available.index(evaluated.test)

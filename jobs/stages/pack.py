@@ -57,7 +57,9 @@ class PackConfig:
     RESUME: ClassVar[Tags] = tags(forbid="sets shard_samples shard_bytes restarts", free="workers")
 
     def __post_init__(self) -> None:
-        require(bool(self.sets), "sets is empty\n  add at least one data set, for example sets.train.path=…")
+        require(
+            bool(self.sets), "sets is empty, expected at least one data set\n  add one, for example sets.train.path=…"
+        )
         for name in self.sets:
             check_name(name, "a data set", "rename it, and all references to it (@stage/set)")
         at_least(self, 1, "shard_samples shard_bytes workers")

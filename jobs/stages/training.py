@@ -245,7 +245,7 @@ class Training(StageKind):
         has_sets = bool(cfg.data.train or cfg.data.mixture)
         require(
             has_sets,
-            f"{name}.data.train is missing: there are no images to train on\n"
+            f"{name}.data.train is missing, so there are no images to train on\n"
             f"  set {name}.data.train=FOLDER (packed data set) or @STAGE/SET (from a pack stage), or use data.mixture",
         )
         cluster = available.campaign.cluster

@@ -74,7 +74,8 @@ def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
     try:
         return models.load(path, **overrides)
     except UNREADABLE as error:
-        raise DataError(f"cannot load {path}: {error}") from None
+        # Some messages begin with the path.
+        raise DataError(f"cannot load {path}: {str(error).removeprefix(f'{path} ')}") from None
 
 
 def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:

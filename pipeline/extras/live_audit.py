@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.errors import CorruptWorker
+from data.errors import CorruptWorker, UndecidedAudit
 from data.loader import Batch, prefetched_to_device
 from pipeline import config
 from pipeline.batches import OBJECTIVES, begin_forward, planned_ids, samples_in_mean, without_rows
@@ -109,7 +109,7 @@ class LiveAudit(Hook):
     def audit_part(self, number: int, part: Tensor) -> None:
         """Collective: if this part is drawn, repeat it on another worker, and compare the checksums.
 
-        Raises CorruptWorker if they differ.
+        Raises CorruptWorker or UndecidedAudit if they differ.
         """
         if number == 0:
             self.settle()
@@ -203,7 +203,7 @@ class LiveAudit(Hook):
     def settle(self) -> None:
         """Collective: compare a drawn step's updates with a repetition, and check that the state has not changed since.
 
-        Raises CorruptWorker if a worker's updates or state are wrong.
+        Raises CorruptWorker or UndecidedAudit if a worker's updates or state are wrong.
         """
         if not self.updates:
             return
@@ -272,7 +272,7 @@ class LiveAudit(Hook):
     # -------------------------------------------------------------------- the verdict
 
     def compare(self, own: Tensor, other: Tensor, repeat: Callable[[int], Tensor], names: Sequence[str]) -> None:
-        """Collective: compare every worker's result with its repetition. Raises CorruptWorker if any two differ.
+        """Collective: compare every worker's result with its repetition. Raises the errors of `accuse` if two differ.
 
         `own` is this worker's result, `other` its repetition of another worker's. `repeat(rank)` repeats a worker's
         computation once more. `names` are the names of the results' elements.
@@ -289,7 +289,7 @@ class LiveAudit(Hook):
             accused, right = verdict(votes, rank, repeater)
             wrong = repetition if accused == repeater and accused != rank else original
             differing = (wrong != right).nonzero().flatten().tolist()
-            text = f"{names[differing[0]]}"
+            text = names[differing[0]]
             if len(differing) > 1:
                 text += f" and {len(differing) - 1} more of {len(names)} results"
             self.accuse(
@@ -297,15 +297,15 @@ class LiveAudit(Hook):
             )
 
     def accuse(self, rank: int | None, text: str, pair: tuple[int, int] = (0, 0)) -> None:
-        """Collective: raise CorruptWorker on the accused worker first, or on all workers if `rank` is None."""
+        """Collective: raise CorruptWorker on the accused worker first, or UndecidedAudit if `rank` is None."""
         assert self.drawn is not None
         step = self.drawn.step + 1
         remedy = "  the run resumes from its last checkpoint; test the node's memory and device before using it again"
         if rank is None:
-            raise CorruptWorker(
-                f"live audit of step {step}: worker {pair[0]} or worker {pair[1]} computes wrong results; with only "
-                "two workers, "
-                f"the audit cannot tell which: {text}\n  {remedy.strip()}"
+            workers = " or ".join(f"worker {number}" for number in sorted(set(pair)))
+            raise UndecidedAudit(
+                f"live audit of step {step}: {workers} computes wrong results, and no majority shows which result is "
+                f"right: {text}\n{remedy}"
             )
         if rank != self.rank:
             # The attempt ends as soon as the accused worker has raised; its error must be the first.

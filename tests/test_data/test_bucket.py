@@ -146,7 +146,7 @@ def test_each_request_of_a_listing_is_retried_separately(run, proxy, bucket, mon
         (403, "SignatureDoesNotMatch", "the secret key does not belong to the access key: check AWS_ACCESS"),
     ],
 )
-def test_a_denial_is_named_by_its_cause_within_the_limit(status, code, remedy, run, proxy, monkeypatch) -> None:
+def test_denial_is_reported_with_its_cause_within_the_limit(status, code, remedy, run, proxy, monkeypatch) -> None:
     monkeypatch.setattr(urls, "DENIED_S", 0.5)
     requests: list[str] = []
 
@@ -262,7 +262,7 @@ def test_a_url_that_names_no_folder_in_a_bucket_is_refused(url) -> None:
     assert "secret" not in str(error.value)
 
 
-def test_a_url_has_one_spelling_and_other_schemes_are_refused() -> None:
+def test_url_has_one_normal_form_and_other_schemes_are_refused() -> None:
     assert check_store_url("s3://bucket/a/b/") == check_store_url("s3://bucket/a/b") == "s3://bucket/a/b"
     with pytest.raises(ConfigError, match="expected a folder, or one of s3://, gs://, az://"):
         check_store_url("https://host/a")

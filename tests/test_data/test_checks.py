@@ -68,7 +68,7 @@ def test_line_breaks_are_kept():
     assert printable_lines("a\x07\nb") == "a\\x07\nb"
 
 
-def test_the_first_of_many_are_named_and_the_rest_is_counted():
+def test_few_joins_the_first_texts_and_counts_the_rest():
     assert few(["a", "b", "c"], 3) == "a, b, c"
     assert few(["a", "b", "c", "d", "e"], 3) == "a, b, c and 2 more"
 

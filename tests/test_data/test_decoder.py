@@ -31,7 +31,7 @@ def test_the_arrays_of_a_micro_batch_share_no_byte_and_fit_in_whole_pages(b, siz
         assert (array == number).all()
 
 
-def test_a_task_gives_the_samples_that_the_order_names(tmp_path):
+def test_task_contains_the_samples_defined_by_the_order(tmp_path):
     samples = list(digits(train=False, image_size=16))[:12]
     index = pack(samples, tmp_path, name="t", shard_samples=5)
     order = Order(index.shard_samples, batch_size=4, seed=3)

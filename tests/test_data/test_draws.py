@@ -23,7 +23,7 @@ def test_mix_is_the_finaliser_of_the_same_generator():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 97, 1000])
-def test_a_permutation_sends_every_number_to_another_place_once(size):
+def test_permutation_maps_every_number_to_a_distinct_place(size):
     numbers = np.arange(size)
     sizes = np.full(size, size)
     for seed in range(3):

@@ -84,7 +84,7 @@ def test_every_file_has_the_mode_that_the_umask_gives(tmp_path) -> None:
     assert modes == {"weights.safetensors": 0o640, "model.json": 0o640, "record.json": 0o640}
 
 
-def test_weights_that_the_disk_refuses_are_named_like_any_file(tmp_path) -> None:
+def test_disk_error_names_the_weights_file(tmp_path) -> None:
     path = tmp_path / "missing" / "weights.safetensors"
     with pytest.raises(FileNotFoundError, match=f"No such file or directory: '{path}'"):
         write_tensors(path, {"a": torch.zeros(3)}, nullcontext)
@@ -103,7 +103,7 @@ def test_full_disk_error_names_the_path_the_needed_and_the_free_space(tmp_path, 
     assert os.listdir(tmp_path) == []
 
 
-def test_a_small_file_keeps_room_for_what_is_written_on_a_full_disk(tmp_path, monkeypatch) -> None:
+def test_small_file_reserves_space_for_a_write_on_a_full_disk(tmp_path, monkeypatch) -> None:
     path = tmp_path / "status.json"
     files.write_with_reserve(path, '{"message": "running"}', 100)
     size = path.stat().st_size

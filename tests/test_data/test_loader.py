@@ -159,7 +159,7 @@ def test_every_topology_delivers_the_one_sequence(sizes, batch_size, world, proc
     assert delivered == {step: np.stack(order.batch(step), 1).tolist() for step in steps}
 
 
-def test_the_example_at_the_top_of_the_module_is_what_happens(index, monkeypatch):
+def test_example_in_the_module_docstring_is_correct(index, monkeypatch):
     dealt = []
 
     class Noted(Undone):
@@ -238,7 +238,7 @@ def test_a_set_without_a_good_sample_stops_with_a_data_error(tmp_path):
         next(iter(TrainLoader(index, order, image_size=16, slots=range(4), micro_batch=4)))
 
 
-def test_the_example_of_evaluation_is_what_happens(tmp_path):
+def test_example_of_evaluation_is_correct(tmp_path):
     index = pack(islice(digits(True), 10), tmp_path)
     given_by = []
     for rank in (0, 1):
@@ -270,7 +270,7 @@ def test_evaluation_sees_every_sample_once_at_any_world_size(index, world):
     assert sorted(seen) == [[shard, n] for shard, count in enumerate(index.shard_samples) for n in range(count)]
 
 
-def test_evaluation_gives_the_same_batches_with_threads_and_masks_what_is_bad(tmp_path):
+def test_evaluation_yields_the_same_batches_with_threads_and_masks_bad_samples(tmp_path):
     good = list(islice(digits(True), 30))
     index = pack([Sample(s.key, s.image if n != 7 else b"junk", s.labels) for n, s in enumerate(good)], tmp_path)
     batches = list(EvaluationSet(index, "resize(24)", batch_size=8, threads=1))
@@ -347,7 +347,7 @@ def test_any_number_of_kills_leaves_the_sequence_as_it_is(index, order, processe
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_batch_is_not_overwritten_while_a_part_of_it_is_held_and_others_are_not_copied(index, order, processes):
+def test_batch_is_not_overwritten_while_part_of_it_is_in_use_and_others_are_not_copied(index, order, processes):
     whole = run(index, order, steps=12)[0].split(24)
     options = {"image_size": 32, "seed": 5, "slots": range(24), "micro_batch": 24}
     batches = iter(TrainLoader(index, order, processes=processes, **options))

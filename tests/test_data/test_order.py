@@ -75,7 +75,7 @@ def words(numbers) -> str:
     return " ".join(str(number) for number in numbers)
 
 
-def test_the_example_at_the_top_of_the_module_is_what_happens():
+def test_example_in_the_module_docstring_is_correct():
     order = Order([3, 4, 2], seed=0, batch_size=4, lanes=2, shuffle_block=3)
     story = data.order.__doc__.partition("shards of 3, 4 and 2 samples")[2].replace(",", "")
     permuted_shards, starts = order._epoch_shards(0)
@@ -131,9 +131,9 @@ def test_a_replacement_is_the_next_sample_of_the_lane_and_another_one():
 
 def test_arguments_that_define_no_order_are_refused():
     for options, message in (
-        ({"lanes": 0}, "lanes 0"),
-        ({"batch_size": 0}, "batch_size 0"),
-        ({"shuffle_block": 0}, "shuffle_block 0"),
+        ({"lanes": 0}, "lanes is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"shuffle_block": 0}, "shuffle_block is 0"),
     ):
         with pytest.raises(ValueError, match=message):
             Order([10], **{"seed": 0, "batch_size": 12, **options})
@@ -161,7 +161,7 @@ def test_a_ledger_is_the_sha256_of_little_endian_numbers():
     assert Ledger.start("digest", 0).update(7, *ids).hex == sha256(before + numbers).hexdigest()
 
 
-def test_a_mixture_takes_its_shares_of_every_batch_and_each_set_once_an_epoch():
+def test_mixture_fills_its_shares_of_every_batch_and_reads_each_set_once_per_epoch():
     sizes = [10, 7, 5, 0, 9]
     mixture = Mixture(sizes, groups=[2, 3], weights=[3, 1], seed=0, batch_size=10)
     assert mixture.shares == [8, 2]

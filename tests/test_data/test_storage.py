@@ -219,7 +219,9 @@ def test_transfer_that_flips_a_bit_is_repeated_and_nothing_set_aside(group, run,
     assert not flips
 
 
-def test_a_node_with_a_bad_disk_is_named_and_nothing_is_refused(group, run, bucket, tmp_path, monkeypatch) -> None:
+def test_node_with_a_bad_disk_is_named_and_no_checkpoint_is_set_aside(
+    group, run, bucket, tmp_path, monkeypatch
+) -> None:
     def gather(values: list[Any], mine: Any) -> None:
         values[:] = [("", "good-node"), mine]
 
@@ -489,7 +491,7 @@ def test_frozen_owner_is_replaced_and_uploads_nothing_when_it_wakes_up(run, mach
     assert objects(bucket, run)["log.txt"] == b"of the new one"
 
 
-def test_a_reader_leaves_the_folder_of_another_node_of_a_run_that_lives_as_it_is(run, machines) -> None:
+def test_reader_does_not_change_the_folder_of_another_node_of_a_live_run(run, machines) -> None:
     with synced(Bucket(run, machines[0]), print) as put:
         (machines[0] / "log.txt").write_text("of the driver\n")
         put()

@@ -102,7 +102,7 @@ def test_webdataset_reads_packed_samples_in_the_same_order(tmp_path):
         assert read["cls"] == " ".join(map(str, sample.labels)).encode()
 
 
-def test_webdataset_decodes_what_is_packed_here_as_any_of_its_shards(tmp_path):
+def test_webdataset_decodes_packed_shards(tmp_path):
     threes = [sample for sample in digits(True) if sample.labels == (3,)]
     index = pack(threes, tmp_path / "ours", name="ours", restarts=True)
     pipeline = wds.WebDataset(index.location(0), shardshuffle=False).decode("rgb8").to_tuple("jpg", "cls")

@@ -63,6 +63,8 @@ def test_a_name_selects_the_newest_finished_stage_and_reports_it(run, capsys, ty
     if expected is not None:
         assert message.startswith(f"{path}: using {expected}, finished 1970-01-01 ")
     assert ("to select another stage, use" in message) == (typed == "")
+    older = ", the newest of 2 with different settings (older: finetune-00000004)"
+    assert (older in message) == (expected == "finetune-00000003")
 
 
 def test_a_folder_with_the_name_of_a_stage_is_not_a_stage(run):

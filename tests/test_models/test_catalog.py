@@ -25,11 +25,14 @@ def test_macs_of_the_plain_models(name, size, gmacs):
     assert models.macs_of(models.config_of(name, size)) / 1e9 == pytest.approx(gmacs, rel=5e-4)
 
 
-def test_macs_equal_the_formula_for_a_model_with_everything():
-    tokens, width, mlp, depth = 6 + 1 + 2, 32, 128, 3
+@pytest.mark.parametrize("depth", [1, 3, 7])
+def test_macs_equal_the_formula_for_a_model_with_everything(depth):
+    tokens, width, mlp = 6 + 1 + 2, 32, 128
     layer = tokens * (4 * width**2 + 2 * width * mlp) + 2 * tokens**2 * width
     expected = 6 * 8 * 8 * 3 * width + depth * layer + width * 10 + 10 * 5
-    assert models.macs_of(models.config_of("mu/8", (16, 24), 5, depth=3, registers=2, representation=10)) == expected
+    assert (
+        models.macs_of(models.config_of("mu/8", (16, 24), 5, depth=depth, registers=2, representation=10)) == expected
+    )
 
 
 def test_macs_of_a_map_head_are_its_products():

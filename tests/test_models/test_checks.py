@@ -24,7 +24,7 @@ def test_anything_but_one_or_two_positive_integers_is_refused(value):
 
 
 @pytest.mark.parametrize(("value", "least", "expected"), [(1, 1, True), (0, 1, False), (0, 0, True), (True, 0, False)])
-def test_a_truth_value_is_no_integer(value, least, expected):
+def test_boolean_is_not_an_integer(value, least, expected):
     assert is_integer(value, least) is expected
 
 

@@ -53,6 +53,6 @@ def test_impossible_model_config_is_refused(fields, message):
 
 
 @pytest.mark.parametrize("name", ["Q/16", "B16", "B/", "R51+B/16"])
-def test_an_unknown_name_is_refused_with_what_is_known(name):
+def test_unknown_name_is_refused_with_the_known_names(name):
     with pytest.raises(ValueError, match=r"did you mean|known|expected|SIZE"):
         config_of(name)

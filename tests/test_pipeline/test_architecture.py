@@ -129,5 +129,7 @@ def test_set_with_more_classes_than_the_head_is_refused_with_the_number_to_set()
         DataError, match=r"/shards/train has labels up to 10, but the model has only 10 classes\n.*classes=11"
     ):
         check_model(cfg, model, {"/shards/train": 11})
-    with pytest.raises(ConfigError, match=r"model\.image_size is 32×48, expected a square"):
+    with pytest.raises(
+        ConfigError, match=r"model\.image_size is 32×48, expected equal sides, because training crops are square"
+    ):
         check_model(cfg, models.config_of("mu/8", (32, 48), 10), {})

@@ -80,7 +80,8 @@ def test_consecutive_non_finite_steps_are_counted_and_logged(watch) -> None:
         counts.append(health.skipped_in_a_row)
     assert counts == [0, 1, 2, 0, 1]
     assert (
-        "step 2: the gradient is not finite; skipped the step, the weights are unchanged; " in health.telemetry.lines[1]
+        "step 2: non-finite gradient; the step was skipped, and the weights are unchanged; "
+        in health.telemetry.lines[1]
     )
 
 

@@ -100,7 +100,7 @@ def test_class_outside_the_table_is_refused(text) -> None:
 
 
 def test_object_of_another_class_is_not_sent() -> None:
-    with pytest.raises(TypeError, match=r"objects of .*Attack: add it to CLASSES"):
+    with pytest.raises(TypeError, match=r"objects of .*Attack; add this class to CLASSES"):
         encoded([Attack(Path("x"))])
     assert all(name.startswith(("pipeline.", "data.")) for name in CLASSES)
 

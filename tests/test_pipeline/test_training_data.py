@@ -22,7 +22,7 @@ def test_indivisible_batch_is_refused_with_the_nearest_sizes():
     assert batch_arithmetic(dataclasses.replace(cfg, micro_batch=2000), 2).accumulation == 1
     with pytest.raises(ConfigError, match="set micro_batch=1333 and batch_size=3999, or"):
         batch_arithmetic(dataclasses.replace(cfg, micro_batch=131_072), 3)
-    with pytest.raises(ConfigError, match="less than 5000 workers"):
+    with pytest.raises(ConfigError, match="less than the 5000 workers"):
         batch_arithmetic(cfg, 5000)
 
 
@@ -30,7 +30,9 @@ def test_workers_that_cannot_share_the_exact_parts_are_refused():
     cfg = TrainConfig(steps=1, exact_parts=4)
     assert batch_arithmetic(cfg, 2).accumulation == 32
     for workers in (8, 32):
-        with pytest.raises(ConfigError, match=f"cannot be divided among {workers} workers; use 1, 2, … up to 4"):
+        with pytest.raises(
+            ConfigError, match=f"cannot be divided among {workers} workers; use 1, 2, 4, … up to 4 workers"
+        ):
             batch_arithmetic(cfg, workers)
 
 

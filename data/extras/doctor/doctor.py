@@ -91,7 +91,7 @@ class DuplicateCounter:
         self.folder = TemporaryDirectory(prefix="patchline-hashes-")
 
     def add(self, hashes: array[int]) -> None:
-        """Append hashes to the files of their last bytes."""
+        """Append each hash to the file for its last byte."""
         values = np.array(hashes, np.uint64)
         parts = values % np.uint64(HASH_PARTS)
         # Equal hashes go to the same file, so each file can be counted separately.

@@ -57,7 +57,10 @@ def text_of(content: bytes, name: str) -> str:
 
 
 def first_present(folder: str | os.PathLike[str], names: Collection[str], page: str) -> Path:
-    """Return the path of the first file or folder in `names` that exists in `folder`; DataError if none does."""
+    """Return the path of the first of these names that exists in a folder.
+
+    Raises DataError if none exists; the message refers to `page`.
+    """
     folder = Path(folder)
     for name in names:
         if (folder / name).exists():

@@ -139,7 +139,7 @@ def listed_samples(listed: ListedSet, folder: Path, split: str) -> Iterator[Samp
 
 
 def pets_lists(folder: Path) -> dict[str, dict[str, int]]:
-    """Read trainval.txt and test.txt of Oxford-IIIT Pets.
+    """Return {split: {image name: class id}} from trainval.txt and test.txt of Oxford-IIIT Pets.
 
     Each line holds an image name, class, species and breed, for example `Abyssinian_201 1 1 1`.
     Raises DataError if a line has a different format.
@@ -160,7 +160,7 @@ def pets_lists(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def pets_classes(folder: Path) -> Names:
-    """Return the breeds in the order of their class ids; an image name is the breed and a number."""
+    """Return the breeds in the order of their class ids; an image's name consists of its breed and a number."""
     names: dict[int, str] = {}
     for class_ids in pets_lists(folder).values():
         for key, label in class_ids.items():
@@ -169,7 +169,7 @@ def pets_classes(folder: Path) -> Names:
 
 
 def flowers_lists(folder: Path) -> dict[str, dict[str, int]]:
-    """Read the image numbers in setid.mat and the classes in imagelabels.mat of Oxford Flowers-102.
+    """Return {split: {image name: class id}} from setid.mat and imagelabels.mat of Oxford Flowers-102.
 
     The files number images and classes from 1. Raises DataError if a file is damaged or the two do not match.
     """

@@ -274,7 +274,7 @@ def open_signatures(folder: Path) -> TestImages:
 
 
 def similar_pairs_among(tests: TestSignatures) -> tuple[int, int]:
-    """Return the number of candidates among all pairs of SAMPLED random test images, and the number of pairs."""
+    """Return the number of candidates among all pairs of SAMPLED randomly chosen test images, and that of all pairs."""
     has_structure = np.flatnonzero(tests.crops[:, 0].any(axis=1))
     # Draw at random and not at equal distances: in a periodic set, equal distances would select similar images.
     drawn = np.sort(np.random.default_rng(0).permutation(has_structure)[:SAMPLED])

@@ -27,7 +27,7 @@ from data.errors import DataError, UsageError
 from data.files import write_atomically
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
-from jobs.extras.conversion import load, verify
+from jobs.extras.conversion import verify
 from jobs.extras.given_images import encoded_images
 from jobs.progress import ProgressMeter
 from jobs.terminal import activity
@@ -35,6 +35,7 @@ from models.catalog import normalise
 from models.configs import ViTConfig
 from models.extras import analysis
 from models.positions import ADDED
+from pipeline.evaluation import any_weights
 
 MAX_IMAGES = 8  # images in attention.png
 COMPONENTS = 28  # filters in figure 7
@@ -66,7 +67,7 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> dict[str
     """
     verification: list[str] = []
     verify(weights, verification.append)
-    model = load(weights, {}).to(device())
+    model = any_weights.load(weights, {}).to(device())
     try:
         config: ViTConfig = analysis.vit_of(model).config
         bad: dict[str, str] = {}

@@ -46,8 +46,8 @@ class AsyncEvaluationExtra(TrainingExtra):
             return None
         if not context.campaign.storage.is_shared:
             context.log(
-                f"{context.stage.name}: evaluate_on=spare and health.on_spike=bisect have no effect, because they need "
-                "checkpoints in a shared folder, but this run is in an object store"
+                f"{context.stage.name}: evaluate_on=spare and health.on_spike=bisect have no effect, because they "
+                "require checkpoints in a shared folder, and this run is in an object store"
             )
             return None
         from jobs.extras.async_evaluation.spare_worker import SpareWorker  # imports torch

@@ -260,7 +260,7 @@ class SpareWorker:
         self.deaths[step] += 1
         if failure.exit_code is None and self.deaths[step] < TRIES:
             self.context.log(
-                f"evaluate step {step}: the spare worker failed ({failure.cause}), try {self.deaths[step]} of "
+                f"evaluation of step {step}: the spare worker failed ({failure.cause}), attempt {self.deaths[step]} of "
                 f"{TRIES}; training is not affected, and the evaluation is retried"
             )
             return

@@ -11,9 +11,11 @@ from jobs.commands.campaigns import kinds_of
 
 def diff(
     context: typer.Context,
-    mine: Annotated[str, typer.Argument(metavar="MINE", help="A recipe or a run.")],
+    mine: Annotated[str, typer.Argument(metavar="MINE", help="Recipe or run to compare.")],
     other: Annotated[str, typer.Argument(metavar="OTHER", help="Reference: table3/vit_i1k, a recipe file, or a run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides of OTHER.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides of recipe keys of OTHER.")
+    ] = None,
     _debug: Debug = False,
 ) -> Answer:
     """List differences that affect training or evaluation, largest effect first, with the ViT paper's values."""

@@ -117,7 +117,7 @@ def stages_of(path: str, overrides: list[str], kinds: Kinds) -> list[ComparedSta
     if folder.is_file() or not (is_run or any(folder.parent.glob("*/stage.json"))):
         return list(of_campaign(load_campaign(path, overrides, kinds)))
     if overrides:
-        raise UsageError(f"{path} is a run; overrides apply only to recipes\n  remove {' '.join(overrides)}")
+        raise UsageError(f"{path} is a run, but overrides apply only to recipes\n  remove {' '.join(overrides)}")
     return list(of_run(folder if is_run else Path(find_stage(path, TASK)), kinds))
 
 

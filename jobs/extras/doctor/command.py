@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 MAX_LABELS = 1000  # maximum number of classes listed per sample
 Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Also write a self-contained HTML report.")]
-World = Annotated[int, typer.Option(min=1, help="Number of training workers to assume in the advice.")]
-RepairedFolder = Annotated[str, typer.Argument(help="Folder for the new data set; must not be the old one's.")]
+World = Annotated[int, typer.Option(min=1, help="Number of training workers to assume for the advice.")]
+RepairedFolder = Annotated[
+    str, typer.Argument(help="Folder for the repaired data set; must not be the folder of the original.")
+]
 Unique = Annotated[bool, typer.Option("--unique", help="Keep only the first copy of each duplicate image.")]
 
 
@@ -97,7 +99,7 @@ def repair(
     index = load_index(find_set(path))
     # The shards and their index can be in different folders; do not write to either.
     if folder.resolve() in (Path(index.directory), index.tables):
-        raise DataError(f"{folder} contains the data set to repair\n  use another folder for the new one")
+        raise DataError(f"{folder} contains the data set to repair\n  use another folder for the repaired data set")
     progress = ProgressMeter("samples", index.samples)
     with stoppable():
         repaired = repair(

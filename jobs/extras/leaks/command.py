@@ -17,15 +17,20 @@ from jobs.commands.weights import find_weights
 from jobs.named_stages import find_set
 from jobs.progress import ProgressMeter
 
-Train = Annotated[list[str], typer.Argument(help="Training sets: index files, or folders that contain one.")]
-Test = Annotated[list[str], typer.Option(help="A test set: an index file or its folder; repeatable.")]
+Train = Annotated[list[str], typer.Argument(help="Training sets: index files, or the folders that contain them.")]
+Test = Annotated[list[str], typer.Option(help="Test set: an index file, or the folder that contains it; repeatable.")]
 Output = Annotated[str, typer.Option(help="Folder for leaks.json, report.txt and leaks.html.")]
-Fits = Annotated[float, typer.Option(min=0.5, max=1.0, help="Minimum pixel similarity of a match; 1: equal pixels.")]
-Weights = Annotated[
-    str | None, typer.Option(help="Also compare features computed with these weights: Patchline, .npz, timm, HF.")
+Fits = Annotated[
+    float, typer.Option(min=0.5, max=1.0, help="Minimum pixel similarity of a match; 1 means equal pixels.")
 ]
-Cosine = Annotated[float, typer.Option(min=0.0, max=1.0, help="With --weights: minimum cosine similarity of a match.")]
-Workers = Annotated[int, typer.Option(min=0, help="Number of shards to process in parallel; 0: one per CPU core.")]
+Weights = Annotated[
+    str | None,
+    typer.Option(help="Also compare features computed with these weights, from Patchline, .npz, timm or HF."),
+]
+Cosine = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Minimum cosine similarity of a match; requires --weights.")
+]
+Workers = Annotated[int, typer.Option(min=0, help="Number of shards to process in parallel; 0 means one per CPU core.")]
 
 REPORT = "report.txt"
 PAGE = "leaks.html"
@@ -66,7 +71,8 @@ def leaks(
     if weights is not None:
         import torch
 
-        from jobs.extras.conversion import load, verify
+        from jobs.extras.conversion import verify
+        from pipeline.evaluation.any_weights import load
 
         verify(weights, log=lambda text: None)  # raises if the file's digest is wrong
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -76,7 +76,7 @@ class ThreadedWatcher(Watcher):
         close_s = CLOSE_S if self.close_s is None else self.close_s
         self.thread.join(close_s)
         if self.thread.is_alive():
-            self.log(f"{self.name}: no response within {close_s:g} s; the last values may be missing")
+            self.log(f"{self.name}: the tracker did not respond within {close_s:g} s; the last values may be missing")
 
     # -------------------------------------------------------------------- the thread
 

@@ -35,7 +35,8 @@ class MlflowConfig:
         is_relative = self.uri and "://" not in self.uri and not self.uri.startswith("/")
         if is_relative:
             raise ConfigError(
-                f"mlflow.uri is {self.uri}, expected https://… or an absolute folder\n  use the path starting with /"
+                f"mlflow.uri is {self.uri}, expected https://… or an absolute path\n"
+                "  use the path of the folder from / on"
             )
 
 

@@ -14,7 +14,10 @@ def minutes_of(text: str) -> float:
 
     number = read_number(text, "_s", whole=False)
     if number is None:
-        raise typer.BadParameter(f"{text!r} is not a duration; expected minutes, such as 10, or a unit: 90s, 2min, 1h")
+        raise typer.BadParameter(
+            f"{text!r} is not a duration; expected a number of minutes, such as 10, or a number with a unit: 90s, "
+            "2min or 1h"
+        )
     has_unit = text.strip().endswith(tuple(SECONDS))
     if has_unit:
         number /= 60
@@ -23,14 +26,15 @@ def minutes_of(text: str) -> float:
 
 def new(
     images: Annotated[
-        list[str], typer.Argument(help="Class folders, WebDataset tars, parquet files, a CSV, or unlabelled images.")
+        list[str],
+        typer.Argument(help="Images: class folders, WebDataset tars, parquet files, a CSV, or unlabelled images."),
     ],
     model: Annotated[
         str | None, typer.Option(help="Model, such as S/16; default: selected for the images and this machine.")
     ] = None,
     init: Annotated[
         str | None,
-        typer.Option(metavar="WEIGHTS", help="Fine-tune these weights with settings published for their kind."),
+        typer.Option(metavar="WEIGHTS", help="Fine-tune these weights, with the settings published for their kind."),
     ] = None,
     output: Annotated[
         str | None, typer.Option(metavar="FILE.yaml", help="Recipe to write; default: FOLDER.yaml.")
@@ -44,11 +48,13 @@ def new(
     ] = False,
     probe: Annotated[
         bool,
-        typer.Option("--probe", help="With --init: fit a linear classifier to frozen features; train nothing else."),
+        typer.Option(
+            "--probe", help="Fit a linear classifier to frozen features and train nothing else; requires --init."
+        ),
     ] = False,
     leaf_classes: Annotated[
         bool,
-        typer.Option("--leaf-classes", help="Make a class of each innermost folder, not of each top folder."),
+        typer.Option("--leaf-classes", help="Use each innermost folder as a class, instead of each top-level folder."),
     ] = False,
     _debug: Debug = False,
 ) -> Answer:

@@ -80,7 +80,7 @@ def new(
         raise UsageError(f"--output {recipe} is a folder\n  expected a file name, for example {example}")
     if recipe.exists():
         raise UsageError(
-            f"{recipe} already exists and is not overwritten\n  pass --output OTHER.yaml, or delete it first"
+            f"{recipe} already exists and will not be overwritten\n  pass --output OTHER.yaml, or delete the file first"
         )
     if not recipe.parent.is_dir():
         raise UsageError(
@@ -99,9 +99,11 @@ def new(
         # This raises ConfigError if the model is unknown.
         model_config({"name": model, "image_size": 224, "classes": 2})
     if leaf_classes and unlabelled:
-        raise UsageError("--leaf-classes and --unlabelled contradict each other\n  omit one of them")
+        raise UsageError("--leaf-classes defines classes, but --unlabelled ignores them\n  omit one of the two")
     if probe and init is None:
-        raise UsageError("--probe evaluates the features of pretrained weights\n  add --init WEIGHTS")
+        raise UsageError(
+            "--probe evaluates the features of pretrained weights, but --init is missing\n  add --init WEIGHTS"
+        )
     imported: Path | None = None  # the folder for weights of another library
     if init is not None:
         init = find_stage(init)
@@ -124,7 +126,7 @@ def new(
     whole = Path(place).resolve()
     if sets.train.source == "folder" and Path.cwd().is_relative_to(whole):
         raise UsageError(
-            f"{place} contains the current folder, so the run would be written among the images\n"
+            f"{place} contains the current folder, so the run would be written into the folder of the images\n"
             f"  run cd {shlex.quote(str(whole.parent))}, then python -m jobs new {shlex.quote(whole.name)}"
         )
     describe(sets.train)
@@ -132,7 +134,7 @@ def new(
     if bad > MAX_SHARE_OF_BAD * sets.train.opened:
         raise DataError(
             f"{bad} of {sets.train.opened} opened images cannot be read; the first is {sets.train.first_bad}\n"
-            f"  expected at most {MAX_SHARE_OF_BAD:.0%}; restore them from their source, or remove them"
+            f"  expected at most {MAX_SHARE_OF_BAD:.0%}; restore these images from their source, or remove them"
         )
     if init is not None and not sets.train.classes:
         raise UsageError("--init needs labels for fine-tuning, but these images have none\n  omit --init to pretrain")
@@ -330,7 +332,7 @@ def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:
     packed, places, path_of_parts = inputs_of(sets)
     if "test" not in places:
         raise UsageError(
-            "--probe needs images to measure accuracy on, but no part is named val or test and the classes have too "
+            "--probe needs images to measure accuracy on, but no part is named val or test, and the classes have too "
             "few images to hold some out\n  add a folder named val"
         )
     from pipeline.evaluation import any_weights

@@ -1,15 +1,18 @@
 """`patchline plan|preflight|trial`: estimate, check or measure a run before it starts."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated
 
 import typer
 
+from data.checks import few
 from data.errors import PatchlineError
 from jobs.answer import Answer, Document, report_lines
-from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe
+from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe, near_path
 from jobs.commands.campaigns import kinds_of, load_campaign
 from jobs.terminal import activity, echo
+from pipeline.values import counted
 
 
 def plan(
@@ -19,12 +22,15 @@ def plan(
     resolved: Annotated[bool, typer.Option("--resolved", help="Print the recipe with all defaults and exit.")] = False,
     without_data: Annotated[
         bool,
-        typer.Option("--without-data", help="Exit with code 0 even if data or weights needed by `run` are missing."),
+        typer.Option(
+            "--without-data",
+            help="Exit with code 0 even if the path of missing data or weights seems to be misspelled.",
+        ),
     ] = False,
     fresh: Fresh = False,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="h100, h200 or a100: estimate times for this GPU if there is no trial."),
+        typer.Option(metavar="NAME", help="Estimate times for this GPU if there is no trial: h100, h200 or a100."),
     ] = None,
     price: Annotated[float | None, typer.Option(help="Price of a worker-hour, in any currency.")] = None,
     mtbf: Annotated[
@@ -32,7 +38,10 @@ def plan(
     ] = None,
     _debug: Debug = False,
 ) -> Answer:
-    """Print a recipe's memory needs, duration, cost and stages; exit with the code that `run` would return."""
+    """Print a recipe's memory needs, duration, cost and stages; exit with the code that `run` would return.
+
+    Data and weights that do not exist yet are listed and do not change the exit code.
+    """
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     if resolved:
         from jobs.extras import recipe_text
@@ -59,7 +68,9 @@ def plan(
         # Report missing inputs and memory problems last, because most lines of the plan do not depend on them.
         missing = [result for result in results if result.subject == INPUTS]
         refused = results
-        if missing and without_data:
+        # Data may not exist yet, but a path similar to an existing one is probably misspelled.
+        paths = [path for _, path, _ in missing_inputs(document)]
+        if without_data or not any(map(near_path, paths)):
             refused = [result for result in results if result not in missing]
         try:
             refuse(refused)
@@ -69,8 +80,28 @@ def plan(
             error.details = document
             raise
         if missing:
-            lines += ["", f"planned without {len(missing)} missing inputs; until they exist, run exits with code 65"]
+            lines += ["", *missing_lines(document)]
         return Answer(document, report_lines)
+
+
+def missing_inputs(document: Document) -> Iterator[tuple[str, str, str]]:
+    """Yield the recipe key, path and problem of each missing input of a plan."""
+    for stage in document["stages"]:
+        for message in stage.get("missing", []):
+            key, _, text = message.splitlines()[0].partition(": ")
+            path, _, problem = text.rpartition(": ")
+            yield key, path, problem
+
+
+def missing_lines(document: Document) -> list[str]:
+    """Return a line for each missing input of a plan, with the recipe keys that name it."""
+    keys: dict[str, list[str]] = {}
+    for key, path, problem in missing_inputs(document):
+        keys.setdefault(f"{path}: {problem}", []).append(key)
+    return [
+        f"still missing, until then run exits with code 65: {counted(len(keys), 'input')}",
+        *(f"  {text} ({few(names)})" for text, names in keys.items()),
+    ]
 
 
 def recipe_lines(document: Document) -> list[str]:

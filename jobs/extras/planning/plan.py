@@ -13,8 +13,8 @@
 2. Sum up all stages in three lines (`Plan.sum_up`), and print these lines first.
 
 Times come from trials on the cluster (`python -m jobs trial`); without trials, times are estimated and labelled as
-estimates. Nothing is started or written. Missing data and weights are listed, and lines that depend on them are
-omitted. The command then exits with 65, as `run` would, or with 0 if `--without-data` is given.
+estimates. Nothing is started or written. Missing data and weights are listed once, at the end, and lines that depend on
+them are omitted. The command exits with 65, as `run` would, only if a missing path is probably misspelled.
 """
 
 from collections.abc import Callable
@@ -129,8 +129,6 @@ class Plan:
         # A finished stage no longer needs its inputs.
         if not is_done:
             self.stages[-1]["missing"] = list(stage.missing)
-            for message in stage.missing:
-                self.add("MISSING", message)
 
         # 3. Values chosen by sweeps; for the table of a sweep, its rows.
         for part in stage.references:

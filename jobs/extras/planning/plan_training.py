@@ -49,13 +49,20 @@ def format_duration_range(least_s: float, most_s: float) -> str:
     return f"{duration(least_s)} to {duration(most_s)}"
 
 
+def rounded(number: float, decimals: int) -> str:
+    """Format a number with at most three significant digits if it is 100 or more: 7585.29 → 7,590."""
+    if number < 100:
+        return f"{number:,.{decimals}f}"
+    return f"{float(f'{number:.3g}'):,.0f}"
+
+
 def format_cost(least_hours: float, most_hours: float, price: float | None) -> str:
     """Format a number or range of worker-hours and its price."""
-    hours = f"{least_hours:,.1f}"
-    money = f"{least_hours * (price or 0):,.2f}"
+    hours = rounded(least_hours, 1)
+    money = rounded(least_hours * (price or 0), 2)
     if least_hours != most_hours:
-        hours += f" to {most_hours:,.1f}"
-        money += f" to {most_hours * (price or 0):,.2f}"
+        hours += f" to {rounded(most_hours, 1)}"
+        money += f" to {rounded(most_hours * (price or 0), 2)}"
     if price is None:
         return f"{hours} worker-hours (for the cost, add --price 2.5)"
     return f"{hours} worker-hours, {money} at {price:g} each"

@@ -17,7 +17,7 @@ from data.images.decode import BadImage
 from data.index.index import Index
 from data.shards.reader import ShardReader
 from jobs import cluster_config
-from jobs.resolved_recipe import Campaign, Stage, index_if_made
+from jobs.resolved_recipe import Campaign, Stage, index_if_made, reference
 from jobs.stages.training import allowed_worlds
 from pipeline.extras.plan.cost import GPUS, MAX_SHARE, Assumptions
 from pipeline.extras.plan.memory import GIB, describe_need, memory_need
@@ -83,11 +83,27 @@ def inputs(facts: TrainedFacts) -> Iterator[CheckVerdict]:
     """Yield a verdict of level FAIL if a training set or the model is missing."""
     for name, index in facts.index_of.items():
         if index is None:
-            path = facts.campaign.path_of(facts.cfg.data.sets()[name])
-            yield CheckVerdict("FAIL", f"{path} does not exist yet", "run python -m jobs run RECIPE --only pack")
+            value = facts.cfg.data.sets()[name]
+            remedy = "pack or index it: python -m jobs pack --help"
+            link = reference(value)
+            if link is not None:
+                commands = [
+                    f"python -m jobs run RECIPE --only {stage}" for stage in unfinished(facts.campaign, link[0])
+                ]
+                remedy = f"run {', then '.join(commands)}"
+            yield CheckVerdict("FAIL", f"{facts.campaign.path_of(value)} does not exist yet", remedy)
             return
     if facts.model is None:
         yield CheckVerdict("FAIL", "the initial weights, which determine the model, do not exist")
+
+
+def unfinished(campaign: Campaign, name: str) -> list[str]:
+    """Return a stage and the stages that it needs, in execution order, without the finished ones."""
+    needed = {name}
+    for stage in reversed(campaign.stages):
+        if stage.name in needed:
+            needed |= {link[0] for link in map(reference, stage.parents.values()) if link is not None}
+    return [stage.name for stage in campaign.stages if stage.name in needed and campaign.done(stage) is None]
 
 
 def cores(facts: TrainedFacts) -> Iterator[CheckVerdict]:

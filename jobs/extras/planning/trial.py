@@ -56,7 +56,9 @@ def trial(campaign: Campaign, only: str | None) -> list[dict[str, Any]]:
             )
         stages[only] = stage
     if not stages:
-        raise ConfigError("the recipe has no training stage, so there are no steps to measure")
+        raise ConfigError(
+            "the recipe has no training stage, so there are no steps to measure\n  add a pretrain or finetune stage"
+        )
 
     # 2. Report the stages whose data is missing; measure the others.
     to_try = []
@@ -75,7 +77,7 @@ def trial(campaign: Campaign, only: str | None) -> list[dict[str, Any]]:
         problems.append(f"{stage.name}: {problem}")
         echo(f"{stage.name}   not measured: {problem}")
     if not to_try:
-        raise DataError("no stage can be measured: " + "\n  ".join(problems))
+        raise DataError("none of the stages can be measured: " + "\n  ".join(problems))
 
     # 3. Run the steps of all stages on one cluster.
     if campaign.cluster.backend == "ray":

@@ -30,7 +30,7 @@ from data.extras.pages import page
 from data.files import write_atomically
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
-from jobs.extras.conversion import class_names, load, verify
+from jobs.extras.conversion import class_names, verify
 from jobs.extras.given_images import encoded_images
 from jobs.progress import ProgressMeter
 from models.catalog import normalise
@@ -60,9 +60,12 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
     """
     verification: list[str] = []
     verify(weights, verification.append)
-    model = load(weights, {}).eval()
+    model = any_weights.load(weights, {}).eval()
     if not model.config.classes:
-        raise UsageError(f"{weights} has no classification head\n  fine-tune these weights on labelled images first")
+        raise UsageError(
+            f"{weights} has no classification head, so it cannot predict classes\n"
+            "  fine-tune these weights on labelled images first"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
     names = class_names(weights)
@@ -137,7 +140,7 @@ def logits_of(model: "models.Model", pixels: np.ndarray, device: torch.device) -
         logits = model(normalise(batch, model.config, torch.float32, device)).float().cpu()
     if not logits.isfinite().all():
         raise DataError(
-            "the model's outputs are not finite\n  expected weights from a training run that did not diverge"
+            "the model's outputs contain NaN or infinity\n  expected weights from a training run that did not diverge"
         )
     return logits
 

@@ -182,7 +182,7 @@ def audit(
         conditions = sorted({name for finding in differing for name in finding.conditions})
         error: PatchlineError = ClusterError(
             f"cannot audit {replays.name} here: this machine differs from that of the run in {', '.join(conditions)}, "
-            f"which changes the last bits; both values are in {report}\n"
+            f"so the last bits differ; both values are in {report}\n"
             "  repeat the audit under the conditions of the run: the same processor, libraries, threads and variables"
         )
     elif differing:
@@ -205,7 +205,7 @@ def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Findi
         raise UsageError(f"--share is {share}, expected a number greater than 0 and at most 1, for example 0.01")
     stretches = [Finding(start, last) for start, last in pairwise([0, *stage.commits])]
     if not stretches:
-        raise UsageError(f"{stage.folder.name} has no commits to compare with")
+        raise UsageError(f"{stage.folder.name} has no commits with which repeated steps could be compared")
     budget = max(share * stage.steps, min(finding.last - finding.start for finding in stretches))
     random.Random(seed).shuffle(stretches)
     chosen = []

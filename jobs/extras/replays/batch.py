@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from data.checks import printable
 from data.errors import UsageError
 from data.files import atomic_file
 from jobs.extras.replays.trained import find_trained
@@ -34,7 +35,7 @@ def replay(run: str, step: str, target: str | None) -> dict[str, Any]:
     folder = find_trained(run)
     text = step.removeprefix("step=")
     if not text.isdigit() or text == "0":
-        raise UsageError(f"{step!r} is not a step\n  expected step=N with N ≥ 1, numbered as in the log")
+        raise UsageError(f"{step!r} is not a step\n  expected step=N, with a number of at least 1 as in the log")
     number = int(text)
     # Imported after the checks, because it imports torch, which takes seconds.
     from pipeline.extras.replays.batch import TrainedStage
@@ -66,7 +67,8 @@ def replay(run: str, step: str, target: str | None) -> dict[str, Any]:
             loss = record["losses"][steps_in(record).index(number)]
             lines.append(f"attempt {record['attempt']}: loss {loss:.6f}")
     lines.append(f"epochs {sorted(set(batch.ids[:, 0].tolist()))}, shards {', '.join(sorted(set(shards)))}")
-    lines.append(f"labels {dict(sorted(labels.items()))}")
+    counts = [f"{printable(batch.source.class_name(label))} {count}" for label, count in sorted(labels.items())]
+    lines.append(f"labels: {', '.join(counts) or 'none'}")
     for sample in batch.bad:
         lines.append(f"replaced: {sample.shard} {sample.key}: {sample.reason}")
 

@@ -46,18 +46,18 @@ def bisect(run: str, words: Sequence[str], *, output: str | None) -> dict[str, A
         elif separator and key in ("step", "metric"):
             values[key] = value
         else:
-            raise UsageError(f"unknown argument {word!r}\n  expected step=N, metric=…, cluster.…=…")
+            raise UsageError(f"unknown argument {word!r}\n  expected step=N, metric=METRIC or cluster.KEY=VALUE")
     if "step" not in values:
-        raise UsageError("the step is missing\n  expected step=N, numbered as in the log")
+        raise UsageError("no step is given\n  expected step=N, numbered as in the log")
 
     replays = Replays("bisect", run, output, overrides)
     steps = replays.stage.steps
     text = values["step"]
     if not text.isdigit() or not 0 < int(text) <= steps:
-        raise UsageError(f"step={text}: expected step=N with N from 1 to {steps}, numbered as in the log")
+        raise UsageError(f"step is {text}, expected a number from 1 to {steps}, as in the log")
     metric = values.get("metric", METRICS[0])
     if metric not in METRICS:
-        raise UsageError(f"metric={metric}: expected one of {', '.join(METRICS)}")
+        raise UsageError(f"metric is {metric}, expected one of {', '.join(METRICS)}")
     return bisect_step(replays, int(text), metric)
 
 

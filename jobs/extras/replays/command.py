@@ -20,13 +20,16 @@ Cluster = Annotated[
     list[str] | None,
     typer.Argument(metavar="cluster.KEY=VALUE", help="Cluster settings for the repetition; default: those of the run."),
 ]
-First = Annotated[int | None, typer.Option("--from", metavar="STEP", help="Step of the commit to start from, or 0.")]
+First = Annotated[
+    int | None,
+    typer.Option("--from", metavar="STEP", help="Step of the commit to start from, or 0 for the initial weights."),
+]
 Last = Annotated[int | None, typer.Option("--to", metavar="STEP", help="Step of the commit to stop at.")]
 
 
 def replay(
     run: TrainedStage,
-    step: Annotated[str, typer.Argument(help="step=N, numbered as in the log.")],
+    step: Annotated[str, typer.Argument(help="Step to repeat, step=N, numbered as in the log.")],
     to: Annotated[
         str | None, typer.Option(metavar="FILE.npz", help="Write images, labels and ids to this file.")
     ] = None,
@@ -42,7 +45,7 @@ def audit(
     run: Stage,
     overrides: Cluster = None,
     share: Annotated[
-        float, typer.Option(help="Share of the run's steps to repeat, in stretches between commits.")
+        float, typer.Option(help="Fraction of the run's steps to repeat, in stretches between commits.")
     ] = 0.01,
     first: First = None,
     last: Last = None,
@@ -67,7 +70,9 @@ def bisect(
     run: Stage,
     words: Annotated[
         list[str],
-        typer.Argument(metavar="step=N", help="The step, and optionally metric=grad_norm|loss and cluster.KEY=VALUE."),
+        typer.Argument(
+            metavar="step=N", help="Step of the spike; optionally also metric=grad_norm|loss and cluster.KEY=VALUE."
+        ),
     ],
     output: Output = None,
     _debug: Debug = False,
@@ -86,14 +91,16 @@ def without(
         str | None, typer.Option(metavar="FILE", help="File of samples to remove: one per line, or a leaks.json.")
     ] = None,
     shards: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Shard to remove; repeatable.")] = None,
-    to: Annotated[int | None, typer.Option(metavar="STEP", help="Last step; default: that of the last commit.")] = None,
+    to: Annotated[
+        int | None, typer.Option(metavar="STEP", help="Last step to repeat; default: the step of the last commit.")
+    ] = None,
     output: Output = None,
     _debug: Debug = False,
 ) -> Answer:
     """Repeat a run without some samples, leaving everything else unchanged; print the cost first."""
     run = str(find_trained(run))
     if samples is None and not shards:
-        raise UsageError("no samples to remove\n  expected --samples FILE or --shards NAME")
+        raise UsageError("no samples to remove are given\n  add --samples FILE or --shards NAME")
     from jobs.extras.replays.without import without
 
     return Answer(without(run, samples=samples, shards=shards or [], to=to, output=output, overrides=overrides or []))

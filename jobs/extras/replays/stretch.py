@@ -115,9 +115,11 @@ class Replays:
         commits = [0, *self.stage.commits]
         if first is None or last is None or first not in commits or last not in commits[1:]:
             listed = ", ".join(map(str, commits[-12:]))
-            raise UsageError(f"--from {first} --to {last}: expected the steps of two commits of {self.name}: {listed}")
+            raise UsageError(
+                f"--from is {first} and --to is {last}, expected the steps of two commits of {self.name}: {listed}"
+            )
         if first >= last:
-            raise UsageError(f"--from {first} --to {last}: --to must be a later step than --from")
+            raise UsageError(f"--from is {first} and --to is {last}, expected a later step for --to")
         return first, last
 
     def cluster(self, last: int) -> ClusterConfig:

@@ -15,7 +15,7 @@ def find_trained(run: str) -> Path:
     """
     if "://" in run:
         raise UsageError(
-            f"{run} is in an object store, but steps can be repeated only for a run in a folder\n"
+            f"{run} is in an object store, but only runs in a folder can be repeated\n"
             "  first copy the run to a disk with the store's tools,\n"
             f"  for example: aws s3 sync {run} runs/NAME"
         )

@@ -82,7 +82,7 @@ def without(
     if request.exists() and artifacts.read_record(request) != removed:
         raise UsageError(
             f"{replays.folder} contains a repetition with different samples removed\n"
-            "  pass --output FOLDER, or move that folder"
+            "  pass --output FOLDER, or move the existing folder"
         )
 
     # 2. Print the cost, assuming the recorded time per step; then repeat the steps.
@@ -154,7 +154,9 @@ def masked_ranges(index: Index, samples: str | None, shards: Sequence[str]) -> l
         named = shards_called(name, [index])
         if len(named) != 1:
             which = ", ".join(list(named)[:3]) or f"for example {index.location(0)}"
-            raise DataError(f"--shards {name} matches {len(named)} shards\n  expected exactly one: {which}")
+            raise DataError(
+                f"--shards {name} matches {len(named)} shards of the data set\n  expected exactly one: {which}"
+            )
         for _, number in next(iter(named.values())):
             ranges.append([0, number, 0, index.shards[number].samples])
     return sorted(ranges)

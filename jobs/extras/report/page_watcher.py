@@ -83,7 +83,7 @@ class PageWatcher(ThreadedWatcher):
         thread.join(END_S)
         if thread.is_alive():
             command = f"{program()} report {shlex.quote(str(self.run))}"
-            self.log(f"page: not written within {END_S:g} s, giving up; to write it, run {command}")
+            self.log(f"could not write the page within {END_S:g} s; to write it, run {command}")
 
     def write_last(self) -> None:
         """Write the final version of the page and log its path."""

@@ -70,7 +70,10 @@ class SweepConfig:
     RESUME: ClassVar[Tags] = tags(forbid="each grid held_out seeds best evaluation groups chosen_on_test")
 
     def __post_init__(self) -> None:
-        require(bool(self.grid) or not self.held_out, "held_out needs a grid: add grid, or remove held_out")
+        require(
+            bool(self.grid) or not self.held_out,
+            "held_out needs a grid, but grid is not set; add grid, or remove held_out",
+        )
         lowest = min(self.seeds, default=0)
         require(lowest >= 0, f"seeds are {self.seeds}, expected 0 or more")
         check_twice("seeds", self.seeds)
@@ -82,7 +85,10 @@ class SweepConfig:
         for group, names in self.groups.items():
             check_twice(f"groups.{group}", names)
             for name in names:
-                require(name in self.each, f"groups.{group} names {name!r}{did_you_mean(name, self.each)}")
+                require(
+                    name in self.each,
+                    f"groups.{group} contains {name!r}, which is not in each{did_you_mean(name, self.each)}",
+                )
 
 
 @dataclass(frozen=True)
@@ -132,12 +138,16 @@ def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], objec
             base = with_trunk({"kind": name, **starred_as(section, suffix)}, sections, kinds)
             sweep = config.build(SweepConfig, base.pop("sweep", None) or {}, where)
             varies = bool(sweep.each or sweep.grid or sweep.seeds)
-            require(varies or parent is not None, f"{where} varies nothing\n  add each, grid or seeds")
+            require(
+                varies or parent is not None,
+                f"{where} has neither each, nor grid, nor seeds, so it would run only once\n  add one of them",
+            )
             if parent is not None:
                 has_seeds = parent.seed is not None and bool(sweep.seeds)
                 require(
                     not has_seeds,
-                    f"{where}.seeds: the runs that {name} reads already have seeds\n  remove one of the two lists",
+                    f"{where}.seeds is set, but the runs that {name} reads already have seeds\n"
+                    "  remove one of the two lists",
                 )
                 # Use the parent run's seed, unless the section sets one.
                 kind = kinds.get(str(base["kind"]))
@@ -282,7 +292,8 @@ def stages_of(
                 for key, value in candidate.items():
                     require(
                         not isinstance(value, Mapping),
-                        f"{where}.grid.{key} lists {value!r}, a section; a grid with held_out can only choose values\n"
+                        f"{where}.grid.{key} lists {value!r}, a section; but a grid with held_out can choose only "
+                        "single values\n"
                         f"  list values of its fields: {where}.grid.{key}.FIELD=[…]",
                     )
             # Add the runs of the grid and its table before the runs with the best values.
@@ -301,10 +312,14 @@ def stages_of(
                 is_input = kind is not None and any(fnmatchcase(key, pattern) for pattern in kind.inputs)
                 require(
                     not is_input,
-                    f"{next(iter(runs))}: {key} names an input, and a grid with held_out cannot choose inputs",
+                    f"{next(iter(runs))}: {key} is an input, but a grid with held_out cannot choose inputs",
                 )
         else:
-            require(not row, f"{where} has both each and grid\n  add held_out, to select the best values on")
+            require(
+                not row,
+                f"{where} has both each and grid, but not held_out\n"
+                "  add held_out, which selects the best values of the grid",
+            )
             runs = grid_runs(stem, section, grid, sweep.seeds, where)
         stages |= written_runs(name, runs)
         table |= runs
@@ -396,7 +411,7 @@ def with_own(base: Section, fields: Section, where: str) -> dict[str, object]:
 def check_twice(where: str, values: Sequence[object]) -> None:
     """Raise ConfigError if a list contains a value twice."""
     for value in values:
-        require(values.count(value) == 1, f"{where} has {value!r} twice")
+        require(values.count(value) == 1, f"{where} contains {value!r} twice, expected distinct values")
 
 
 def as_text(values: Mapping[str, object]) -> str:

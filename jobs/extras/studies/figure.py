@@ -73,9 +73,15 @@ class FigureConfig:
 
     def __post_init__(self) -> None:
         require(set(self.log) <= {"x", "y"}, f"log is {list(self.log)}, expected x, y or both")
-        require(len(self.fit) <= 2 and self.draws > 1, "fit takes one or two axes, and draws must be greater than 1")
+        require(
+            len(self.fit) <= 2 and self.draws > 1,
+            f"fit has {len(self.fit)} axes and draws is {self.draws}, expected one or two axes and at least 2 draws",
+        )
         if self.paper:
-            require(set(self.paper) == {"table", "x", "y"}, f"paper has {list(self.paper)}, expected table, x and y")
+            require(
+                set(self.paper) == {"table", "x", "y"},
+                f"paper has the keys {list(self.paper)}, expected table, x and y",
+            )
             published(**self.paper)
 
 
@@ -125,7 +131,7 @@ def published(table: str, x: str, y: str) -> list[Point]:
     names = sorted(set().union(*tables[table].values()))
     for axis, name in (("x", x), ("y", y)):
         expected = ", ".join(names)
-        require(name in names, f"paper.{axis} is {name}, but {table} has no such column\n  expected {expected}")
+        require(name in names, f"paper.{axis} is {name}, but {table} does not have this column\n  expected {expected}")
     points: list[Point] = []
     for (series, row), values in tables[table].items():
         if x not in values or y not in values:
@@ -165,7 +171,8 @@ class Figure(StageKind):
                 is_share = is_share or cfg.y in row.means
         require(
             bool(points),
-            f"{context.stage.name}: no row of {', '.join(cfg.tables)} has a value; did all runs diverge?",
+            f"{context.stage.name}: no row of {', '.join(cfg.tables)} has a value, so there is nothing to draw; check "
+            "whether all runs diverged",
         )
         # If any x is not a number, for example null in a grid of widths, treat all of them as names.
         if not all(isinstance(point["x"], int | float) for point in points):

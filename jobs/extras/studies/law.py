@@ -134,13 +134,14 @@ def check_branch(stage: Stage, available: Available) -> None:
     link = reference(cfg.init or "")
     require(
         available.campaign.remote is None,
-        f"{stage.name}.begin is not supported for runs in an object store",
+        f"{stage.name}.begin is not supported for runs in an object store; set run to a folder",
     )
     # A branch changes the number of steps, and with it the phases of token dropping.
     is_alike = stage.model is None or has_one_shape(cfg.phases(MANY_STEPS, stage.model), stage.model)
     require(
         is_alike,
-        f"{stage.name}.begin: a branch cannot use token dropping (thinning): its phases depend on the number of steps",
+        f"{stage.name}.begin: a branch cannot use token dropping (thinning), whose phases depend on the number of "
+        "steps; remove thinning",
     )
     assert begin is not None, "called only for branches"
     if link is None:
@@ -149,7 +150,11 @@ def check_branch(stage: Stage, available: Available) -> None:
             "  add the trunk's section to this recipe, and set `run` to its run directory; a finished stage is skipped"
         )
     trunk = available.campaign.stage(link[0])
-    require(trunk.kind.trains, f"{stage.name}.begin: {trunk.name} is of kind {trunk.kind.name}, which does not train")
+    require(
+        trunk.kind.trains,
+        f"{stage.name}.begin: {trunk.name} is of kind {trunk.kind.name}, which does not train; set init to a training "
+        "stage",
+    )
     own: TrainConfig = trunk.config
     before = config.tagged(own, "forbid")
     after = config.tagged(cfg, "forbid")
@@ -181,7 +186,11 @@ def check_branch(stage: Stage, available: Available) -> None:
         f"steps with keep_every={own.keep_every} and save_every={own.save_every}\n"
         f"  set {trunk.source}.keep_every={begin} {trunk.source}.save_every={begin}, or choose another begin",
     )
-    require(begin < end, f"{stage.name} begins at step {begin} and ends at step {end}: no steps are left to train")
+    require(
+        begin < end,
+        f"{stage.name} begins at step {begin} and ends at step {end}, so no steps are left to train; increase its "
+        "number of steps",
+    )
     rates = []
     for part, steps in ((own, trunk_end), (cfg, end)):
         rates.append(learning_rate(begin - 1, steps, part.optim.lr, part.optim.schedule))

@@ -27,7 +27,9 @@ Variables = Annotated[
 
 Wait = Annotated[
     bool,
-    typer.Option("--wait", help="Follow the job's output, even if it is already running, and exit with its exit code."),
+    typer.Option(
+        "--wait", help="Follow the output of the job, even if the job is already running, and exit with its exit code."
+    ),
 ]
 
 SUBMIT_PERIODS = 1.5  # lease renewal periods to watch a lease before submitting; the job itself watches longer
@@ -151,7 +153,7 @@ def stop(run: Run, _debug: Debug = False) -> Answer:
 
 
 def not_running_lines(document: Document) -> list[str]:
-    run = document["run"]
+    run = shlex.quote(document["run"])
     return [f"nothing to stop: {document['owner']} has ended; for its result, run python -m jobs status {run}"]
 
 

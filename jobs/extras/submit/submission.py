@@ -453,19 +453,19 @@ def stop_holder(storage: Storage, seen: SeenLease, log: Callable[[str], None], p
                 f"  to stop it for good, run on {seen.record['host']}: {words} {name}"
             )
     storage.put(STOP.format(seen.number), b"")
-    log(f"asked {seen.holder} to commit and stop; waiting up to {patience_s:.0f} s")
+    log(f"requested that {seen.holder} commit and stop; waiting up to {patience_s:.0f} s")
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         state, now = holder_state(storage, log)
         if state == "lost":
-            log(f"it died without a commit; for its last step, run python -m jobs status {storage.address()}")
+            log(f"the command died without a commit; for its last step, run python -m jobs status {storage.address()}")
             return
         if state == "free" or now is None or now.number > seen.number:
-            log(f"it has ended; for its result, run python -m jobs status {storage.address()}")
+            log(f"the command has ended; for its result, run python -m jobs status {storage.address()}")
             return
         time.sleep(POLL_S)
     raise ClusterError(
         f"{seen.holder} has not stopped within {patience_s:.0f} s and still owns {storage.address()}\n"
-        "  its storage may be slow\n"
+        "  the storage of the run may be slow\n"
         f"  run python -m jobs stop {storage.address()} again, or kill the process on its machine"
     )

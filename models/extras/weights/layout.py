@@ -208,8 +208,8 @@ def vit_config(
     """Infer the config of stored weights; fields in `known` (from a file or the caller) override inferred ones.
 
     With `infer_switches`, the presence of parameters decides which optional layers are on; otherwise the layers of the
-    paper's ViT are expected.
-    Raises ValueError if the keys do not belong to a ViT, or if neither shapes nor `known` determine a field.
+    paper's ViT are expected. Raises ValueError if the keys do not belong to a ViT, or if neither shapes nor `known`
+    determine a field.
     """
     # Stored shapes by our names; for a packed parameter, the shape of its first part.
     shapes: dict[str, Shape] = {}

@@ -391,7 +391,7 @@ def pack_frequencies(stored: dict[str, Tensor], config: ViTConfig) -> None:
 
 
 def add_names(described: ForeignConfig, class_names: Sequence[str], classes: int) -> None:
-    """Add the class names at the top level, as timm's own `save_for_hf` does, if every class has one."""
+    """Add the class names at the top level of a config.json, like timm's `save_for_hf`, if every class has a name."""
     if classes and len(class_names) >= classes:
         described["label_names"] = list(class_names[:classes])
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 RECORD = "engine-check.json"
 VERSION = 1  # of the check; increase it to check again in runs that have passed
-MOST_NAMED = 5  # differences in the error
-MOST_OF_CPU = 2_000_000  # parameters of a full-width block; on CPUs, a larger block takes more than a second
+MAX_NAMED = 5  # differences in the error
+MAX_ON_CPU = 2_000_000  # parameters of a full-width block; on CPUs, a larger block takes more than a second
 
 
 class WrongEngine(PatchlineError):
@@ -154,7 +154,7 @@ def check(cfg: TrainConfig, model: ModelConfig, device: Any, seed: int = 0) -> l
             return wrong
     configs = [checked_config(model, is_full_width=False)]
     full_width = checked_config(model, is_full_width=True)
-    if device.type == "cuda" or parameters_of(full_width) <= MOST_OF_CPU:
+    if device.type == "cuda" or parameters_of(full_width) <= MAX_ON_CPU:
         configs.append(full_width)
     return wrong_steps(cfg, configs, device, seed)
 
@@ -163,10 +163,10 @@ def message_of(wrong: list[list[str]], conditions: dict[str, Any]) -> str:
     """Return the error message for the wrong results on all workers, with expected values and a remedy."""
     workers_of: dict[str, list[int]] = {}  # text → ranks
     for rank, texts in enumerate(wrong):
-        for text in texts[:MOST_NAMED]:
+        for text in texts[:MAX_NAMED]:
             workers_of.setdefault(text, []).append(rank)
     lines = []
-    for text, ranks in list(workers_of.items())[:MOST_NAMED]:
+    for text, ranks in list(workers_of.items())[:MAX_NAMED]:
         which = f"worker {ranks[0]}"
         if len(ranks) > 1:
             which += f" and {len(ranks) - 1} more"

@@ -40,8 +40,8 @@ def test_list_selects_rows_of_the_set(name, text, rows, index, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("list.txt", "s9\n", "1 of its 1 samples are not in"),
-        ("list.txt", "s1\n", r"1 of its keys are in several shards: s1 \(t-000000.tar, t-000002.tar\)"),
+        ("list.txt", "s9\n", "1 of the 1 listed samples are not in"),
+        ("list.txt", "s1\n", r"1 of the listed keys are in several shards: s1 \(t-000000.tar, t-000002.tar\)"),
         ("list.txt", "t-000009.tar\ts1\n", "0 shards of .* match t-000009.tar"),
         ("list.txt", "\n", "the file is empty"),
         ("list.json", "[3]", "not a list of samples"),

@@ -162,7 +162,7 @@ def test_a_move_takes_the_originals_pixels_and_fills_with_128(photo, name, magni
     assert not np.array_equal(expected, photo)
 
 
-def test_there_are_the_sixteen_and_all_of_them_are_drawn_evenly(photo):
+def test_all_sixteen_operations_are_drawn_equally_often(photo):
     assert len(OPERATIONS) == 16
     assert set(OPERATIONS) == EXACT.keys() | WITHIN.keys() | MOVED.keys()
     seen = np.bincount([Draws(key).below(16) for key in range(3200)], minlength=16)

@@ -66,7 +66,7 @@ def test_the_whole_image_is_only_resized():
     [
         ({"min_area": 1.5}, "augment.min_area is 1.5"),
         ({"min_aspect": 2.0}, "augment.min_aspect is 2.0"),
-        ({"squash": 64}, "needs crop: random"),
+        ({"squash": 64}, "no effect with augment.crop=inception"),
         ({"randaug_magnitude": 31}, "expected 0 to 30"),
         ({"min_area": 0}, "augment.min_area is 0, expected more than 0"),
     ],

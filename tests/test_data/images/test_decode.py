@@ -133,7 +133,7 @@ def boxes(number: int, height: int, width: int, cfg: AugmentConfig) -> tuple[int
     return inception_box(height, width, Draws(number), cfg)
 
 
-def test_the_example_at_the_top_of_the_module_is_what_happens(monkeypatch):
+def test_example_in_the_module_docstring_is_correct(monkeypatch):
     story = augmentation.__doc__
     y, x, h, w = boxes(8, 300, 400, AugmentConfig())
     assert f"the box has y {y}, x {x}, height {h}, width {w}, and the image will be flipped" in story
@@ -273,7 +273,8 @@ def test_a_squashed_crop_is_a_window_of_the_whole_image_as_a_square():
         offsets.add(place)
     assert len(offsets) == 25
     with pytest.raises(
-        ConfigError, match=r"augment\.squash is 20, but it has no effect with augment\.crop=inception; set augment"
+        ConfigError,
+        match=r"augment\.squash is 20, expected null, because it has no effect with augment\.crop=inception; set",
     ):
         AugmentConfig(squash=20)
 

@@ -77,7 +77,7 @@ def test_a_remote_set_gives_the_same_batches_and_each_shard_is_fetched_once(faul
     assert len(faulty.gets) == len(set(faulty.gets)) == 8
 
 
-def test_failing_short_and_stalling_answers_change_nothing(faulty, local, tmp_path):
+def test_failing_short_and_stalling_responses_do_not_change_the_data(faulty, local, tmp_path):
     chance = random.Random(0)
     faulty.fault = lambda path: chance.choice([500, 503, "short", "stall"]) if chance.random() < 0.3 else None
     assert torch.equal(take(faulty.index, CacheConfig(str(tmp_path), **PATIENT)), take(local, None))
@@ -132,7 +132,7 @@ def test_decoding_processes_wait_for_a_shard_as_long_as_it_grows(faulty, local, 
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
-def test_a_cache_too_small_for_the_shards_in_use_is_named_before_the_run(faulty, recipe, local, capsys):
+def test_cache_too_small_for_the_shards_in_use_is_reported_before_the_run(faulty, recipe, local, capsys):
     total = sum(shard.bytes for shard in local.shards)
     options = [f"pretrain.data.train={faulty.index.tables / 'train.index.json'}", "pretrain.data.evaluate=null"]
     for limit, fits in ((total, True), (total - 1, False)):
@@ -178,7 +178,7 @@ def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
     assert not any(part.stat().st_size for part in tmp_path.glob("*.part"))
 
 
-def test_tars_are_indexed_where_they_are_and_no_copy_stays(faulty, local, tmp_path, monkeypatch):
+def test_tars_are_indexed_in_place_and_no_copy_remains(faulty, local, tmp_path, monkeypatch):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("data.remote.urls.random.uniform", lambda low, high: 0)
     chance = random.Random(0)
@@ -500,7 +500,7 @@ def test_abandoned_download_is_evicted_but_an_active_one_is_not(tmp_path, monkey
         assert asked == asks
 
 
-def test_a_cache_without_room_is_named_with_the_way_out(tmp_path, monkeypatch):
+def test_error_for_a_cache_without_space_has_a_remedy(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 

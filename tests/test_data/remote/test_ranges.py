@@ -93,7 +93,7 @@ def lengths_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_the_first_batch_costs_a_range_a_sample_instead_of_its_shards(faulty, local, tmp_path, monkeypatch):
+def test_first_batch_reads_one_range_per_sample_instead_of_whole_shards(faulty, local, tmp_path, monkeypatch):
     asked = lengths_asked(monkeypatch)
     by_range = take(faulty.index, CacheConfig(str(tmp_path / "a"), **PATIENT), steps=1)
     assert_same(by_range, take(local, None, steps=1))
@@ -116,7 +116,7 @@ def test_the_first_batch_costs_a_range_a_sample_instead_of_its_shards(faulty, lo
     assert len(faulty.gets) == len(shards)
 
 
-def test_failing_and_short_answers_change_nothing(faulty, local, tmp_path, monkeypatch):
+def test_failing_and_short_responses_do_not_change_the_data(faulty, local, tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "ATTEMPTS", 12)
     faults = iter(range(10_000))
     faulty.fault = lambda path: [500, None, "short", None, None][next(faults) % 5]
@@ -309,7 +309,7 @@ def test_image_and_label_are_one_request_if_they_are_close(tmp_path, monkeypatch
     assert ((500, 1500) in asked[:1]) == (far > 1 << 16)
 
 
-def test_a_window_that_training_has_overtaken_moves_on(faulty, tmp_path, monkeypatch):
+def test_prefetch_window_follows_training_that_overtakes_it(faulty, tmp_path, monkeypatch):
     asked = []
     monkeypatch.undo()
     order = Order(faulty.index.shard_samples, seed=0, batch_size=BATCH)

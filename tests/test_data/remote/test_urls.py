@@ -67,7 +67,7 @@ def test_requests_to_a_store_are_retried_after_doubling_pauses(attempts, failure
     assert len(caplog.messages) == (failures > WARN_AT_ATTEMPT)
 
 
-def test_pauses_that_a_store_asks_for_are_kept_and_are_not_attempts(monkeypatch, caplog) -> None:
+def test_requested_pauses_are_respected_and_do_not_count_as_attempts(monkeypatch, caplog) -> None:
     clock = Clock(monkeypatch)
     asked: list[float] = []
     waited: list[float] = []

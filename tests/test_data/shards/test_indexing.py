@@ -52,7 +52,7 @@ def test_any_number_of_odd_names_is_summarised_in_a_few_lines(tmp_path, capsys):
     assert sum(check(load_index(tmp_path)).refused.counts.values()) == 2000
 
 
-def test_images_and_labels_that_lie_apart_are_joined(tmp_path):
+def test_separated_images_and_labels_are_joined(tmp_path):
     """Before, each half became a separate bad sample; webdataset still reads them so."""
     members = samples(0, 5)
     path = write_tar(tmp_path / "t.tar", [*members[::2], *members[1::2]])

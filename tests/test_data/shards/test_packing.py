@@ -80,7 +80,9 @@ def test_index_to_be_replaced_does_not_hide_another_one_that_would_lose_a_table(
     build_index(tmp_path / "other", output=place, name="b")
     glob = Path.glob  # a file system lists in any order; here the index to be replaced comes first
     monkeypatch.setattr(Path, "glob", lambda path, pattern: sorted(glob(path, pattern)))
-    with pytest.raises(DataError, match=r"has another train-000000\.tar, whose table would be lost"):
+    with pytest.raises(
+        DataError, match=r"has a different shard named train-000000\.tar, whose table would be overwritten"
+    ):
         build_index(tmp_path / "new", output=place, name="a")
 
 

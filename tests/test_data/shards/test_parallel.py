@@ -33,7 +33,7 @@ def test_results_come_in_the_order_of_the_jobs_with_a_report_of_each(workers, in
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_error_of_a_job_reaches_the_caller_and_no_process_stays(workers):
+def test_error_of_a_job_reaches_the_caller_and_no_process_remains(workers):
     before = set(psutil.Process().children(recursive=True))
     with (
         pytest.raises(ValueError, match="-1 is negative"),

@@ -315,7 +315,7 @@ def test_a_table_of_another_set_is_refused_at_reading(made, tmp_path):
         ShardReader(made).read(0, 0)
 
 
-def test_an_index_of_another_schema_is_refused_with_what_to_type(made, tmp_path):
+def test_index_of_another_schema_is_refused_with_the_command(made, tmp_path):
     path = next((tmp_path / "set").glob("*.index.json"))
     content = json.loads(path.read_text())
     assert content["schema"] == 1

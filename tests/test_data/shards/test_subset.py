@@ -92,7 +92,7 @@ def test_shots_are_those_that_the_few_shot_probe_of_big_vision_draws(tmp_path, p
     assert chosen(parent, tmp_path / "s2", shots=3, seed=6) != sorted(drawn)
 
 
-def test_classes_lists_and_parts_choose_what_a_loop_would(tmp_path, parent):
+def test_classes_lists_and_parts_choose_the_same_samples_as_a_loop(tmp_path, parent):
     assert chosen(parent, tmp_path / "a", keep=("bee", 3)) == [n for n, own in enumerate(LABELS) if own in (1, 3)]
     (tmp_path / "list.txt").write_text("s03\ntrain-000002.tar\ts15\ntrain/train-000000.tar\ts00\n")
     assert chosen(parent, tmp_path / "b", only=str(tmp_path / "list.txt")) == [0, 3, 15]
@@ -331,7 +331,7 @@ def test_only_the_bytes_of_labels_unknown_from_the_tables_are_read(tmp_path):
     ]
 
 
-def test_the_subsets_of_a_stage_are_made_in_one_pass(tmp_path, parent, monkeypatch):
+def test_subsets_of_a_stage_are_created_in_one_pass(tmp_path, parent, monkeypatch):
     recipe = tmp_path / "r.yaml"
     sets = {f"p{n}": {"source": "subset", "path": str(parent.tables), "part": f":{n}"} for n in (3, 9, 20)}
     recipe.write_text(json.dumps({"run": str(tmp_path / "run"), "parts": {"kind": "pack", "sets": sets}}))
@@ -452,7 +452,7 @@ def torch_labels(batches) -> list[int]:
 # ------------------------------------------------------------------------------------------------ location
 
 
-def test_both_folders_may_move_together_and_what_is_missing_is_named(tmp_path, parent):
+def test_both_folders_may_move_together_and_missing_files_are_named(tmp_path, parent):
     make_subset(parent, tmp_path / "shards" / "few", Rule(shots=1, seed=0))
     shutil.move(tmp_path / "shards", tmp_path / "elsewhere")
     moved = load_index(tmp_path / "elsewhere" / "few")
@@ -501,7 +501,7 @@ def test_empty_rule_is_refused(rule, reason):
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        ("s03\ns99\n", r"1 of its 2 samples are not in .*: s99"),
+        ("s03\ns99\n", r"1 of the 2 listed samples are not in .*: s99"),
         ("train-000001.tar\ts03\n", "train-000001.tar s03"),
         ("train-000009.tar\ts03\n", "0 shards .* match train-000009.tar"),
         ("", "the file is empty"),
@@ -584,7 +584,7 @@ def test_command_in_the_error_recreates_a_damaged_subset(tmp_path, parent, torn)
 # -------------------------------------------------------------------------------------- recipe
 
 
-def test_a_pack_stage_takes_some_of_the_samples_of_another_s_set(tmp_path, capsys):
+def test_pack_stage_selects_samples_from_another_stages_set(tmp_path, capsys):
     for number, label in enumerate(LABELS):
         path = tmp_path / "photos" / NAMES[label] / f"s{number:02d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,7 @@ def test_classes_are_kept_by_id_or_name(names, keep, classes, expected) -> None:
         (Numbering(ids={1: 0}), [2], ()),
     ],
 )
-def test_labels_are_renumbered_and_refused_beyond_the_names(numbering, labels, expected) -> None:
+def test_labels_are_renumbered_and_out_of_range_labels_refused(numbering, labels, expected) -> None:
     if isinstance(expected, str):
         with pytest.raises(DataError, match=expected):
             numbering.labels(labels, "key")

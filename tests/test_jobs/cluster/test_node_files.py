@@ -116,7 +116,7 @@ def test_log_contains_each_line_of_all_nodes_and_the_driver_once(pair, tmp_path)
     assert sorted((pair.driver / "log.txt").read_text().splitlines()) == sorted(written)
 
 
-def test_lost_answer_is_sent_again_and_a_restarted_driver_gets_the_rest(pair) -> None:
+def test_lost_response_is_sent_again_and_a_restarted_driver_gets_the_rest(pair) -> None:
     pair.begin()
     metrics = pair.node / "metrics.jsonl"
     metrics.write_text('{"step": 1}\n')

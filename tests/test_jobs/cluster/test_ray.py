@@ -43,7 +43,7 @@ def test_server_that_is_not_a_ray_head_is_reported_at_once(monkeypatch) -> None:
 def test_dashboard_address_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
     with pytest.raises(
-        ClusterError, match=r"is the address of a dashboard, which only submit accepts\n[\s\S]*jobs submit"
+        ClusterError, match=r"is the address of a dashboard, which only the command submit accepts\n[\s\S]*jobs submit"
     ):
         connect(ClusterConfig())
 

@@ -96,7 +96,7 @@ def test_link_out_of_the_checkout_is_refused(place, target, root) -> None:
     make(root, "../outside/secret.txt", "deep/er/file")
     (root / place).symlink_to((root / target).resolve())
     with pytest.raises(
-        UsageError, match=r"link links to .*: Ray would ship this content from outside the checkout(?s:.*)\.rayignore"
+        UsageError, match=r"link links to .*: Ray would ship files that are outside the checkout(?s:.*)\.rayignore"
     ):
         inspect_checkout(root)
 
@@ -105,7 +105,7 @@ def test_link_to_a_secret_under_another_name_is_refused(root) -> None:
     make(root, ".env", ".aws/config")
     for target in (".env", ".aws/config", ".aws"):
         (root / "harmless").symlink_to(target)
-        with pytest.raises(UsageError, match="Ray would ship this file, which looks like a secret"):
+        with pytest.raises(UsageError, match="Ray would ship the target of the link, which looks like a secret"):
             inspect_checkout(root)
         (root / "harmless").unlink()
 
@@ -117,7 +117,7 @@ def test_endless_chain_of_links_is_refused(links, root) -> None:
     make(root, "a/file", "a/b/file", "b/file")
     for name, target in links.items():
         (root / name).symlink_to(target)
-    with pytest.raises(UsageError, match="the link would make Ray pack its own folder forever"):
+    with pytest.raises(UsageError, match="Ray would follow the link, which leads back to its own folder"):
         inspect_checkout(root)
 
 

@@ -396,8 +396,16 @@ def test_nodes_that_differ_from_the_majority_are_excluded_if_enough_remain(
     ("versions", "left_out", "line"),
     [
         ("222", {"id1"}, "excluded from this campaign: n1, whose worker 3 computed wrong results"),
-        ("22", {"id1"}, "n1 computed wrong results but cannot be excluded: no other node has enough room"),
-        ("", set(), "n1 computed wrong results but cannot be excluded: no other node has enough room"),
+        (
+            "22",
+            {"id1"},
+            "n1 computed wrong results but cannot be excluded, because the other nodes do not have enough room",
+        ),
+        (
+            "",
+            set(),
+            "n1 computed wrong results but cannot be excluded, because the other nodes do not have enough room",
+        ),
     ],
 )
 def test_node_of_a_worker_with_wrong_results_is_excluded_if_enough_remain(versions, left_out, line, tmp_path) -> None:

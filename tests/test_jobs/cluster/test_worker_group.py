@@ -414,7 +414,7 @@ def test_without_a_gpu_the_refusal_says_what_to_type(restart) -> None:
     with pytest.raises(ClusterError) as raised:
         nodes_of(ClusterConfig(gpus_per_worker=1)).warm_up()
     assert str(raised.value).splitlines() == [
-        "room for 0 of 1 workers with 1 CPUs and 1 GPUs each",
+        "there is room for only 0 of 1 workers, which need 1 CPUs and 1 GPUs each",
         "  neither Ray nor torch sees a GPU on this machine",
         "  to train on the CPU, set cluster.gpus_per_worker=0; or use a smaller cluster.workers, or set "
         "RAY_ADDRESS=HOST:PORT to use a larger cluster",

@@ -32,7 +32,8 @@ def test_a_data_set_is_named_after_its_folder_or_file(path, name):
 
 def test_evaluate_without_a_data_set_suggests_a_command():
     with pytest.raises(
-        UsageError, match=r"no data set to evaluate on\n  use the path of an index.*evaluate runs/a runs/photos"
+        UsageError,
+        match=r"expected a data set to evaluate on, found none\n  add the path of .*evaluate runs/a runs/photos",
     ):
         evaluate(CONTEXT, "runs/a", ["knn.k=[20]"])
 

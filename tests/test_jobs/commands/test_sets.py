@@ -168,7 +168,7 @@ def test_an_index_does_not_overwrite_the_tables_of_another_one(photos, tmp_path,
     assert main(["index", str(tmp_path / "one"), "--name", "b", *place]) == 0, "the same tars"
     capsys.readouterr()
     assert main(["index", str(tmp_path / "two"), "--name", "c", *place]) == 65
-    assert "has another train-000000.tar, whose table would be lost" in capsys.readouterr().err
+    assert "has a different shard named train-000000.tar, whose table would be overwritten" in capsys.readouterr().err
 
 
 def test_samples_skipped_by_indexing_are_reported(tmp_path, capsys):

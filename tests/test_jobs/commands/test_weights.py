@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from data.errors import DataError
 from jobs.commands.weights import check_weights_exist, find_weights
+from pipeline.artifacts import write_record
 
 pytestmark = pytest.mark.quick
 
@@ -27,7 +29,7 @@ def test_a_part_of_an_npz_is_selected_after_a_colon(tmp_path):
 @pytest.mark.parametrize(
     ("name", "files", "message"),
     [
-        ("model.bin", ["model.bin"], "it is not a weights file\n  expected an official .npz, the .pth of DINOv2"),
+        ("model.bin", ["model.bin"], "the file is not a weights file\n  expected an official .npz, the .pth of DINOv2"),
         ("empty", ["empty/notes.txt"], "the folder contains neither model.json nor model.safetensors"),
         ("set", ["set/t.index.json"], "is a data set, not weights\n  give the weights first, then the data sets"),
         (
@@ -58,3 +60,20 @@ def test_truncated_weights_are_refused_by_name(name, length, tmp_path):
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(DataError, match=rf"{name} is not a complete {path.suffix} file.*\n  download or copy it again"):
         check_weights_exist(str(path))
+
+
+def test_a_stage_name_without_a_run_lists_the_runs_that_have_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for run, stage in (("a", "pretrain-00000001"), ("a", "pretrain-00000002"), ("b", "pretrain-00000001")):
+        folder = tmp_path / "runs" / run / stage
+        folder.mkdir(parents=True)
+        write_record(folder / "stage.json", {"started": 1.0})
+        write_record(folder / "done.json", {"finished": 2.0})
+    with pytest.raises(DataError, match="2 runs; use one of them:\n  runs/a/pretrain\n  runs/b/pretrain\n"):
+        find_weights("pretrain")
+
+
+def test_legacy_pth_is_accepted(tmp_path):
+    # timm's clean_checkpoint.py writes this format.
+    torch.save({"x": torch.zeros(3)}, tmp_path / "vit.pth", _use_new_zipfile_serialization=False)
+    check_weights_exist(str(tmp_path / "vit.pth"))

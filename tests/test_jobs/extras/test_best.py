@@ -23,7 +23,7 @@ def test_keep_best_must_name_a_metric_and_the_evaluation_interval_enters_the_key
         "pretrain.keep_best is acuracy, but the stage does not evaluate this metric; did you mean 'accuracy'?"
         in str(error.value)
     )
-    assert "it evaluates: accuracy" in str(error.value)
+    assert "expected a metric that the stage evaluates: accuracy" in str(error.value)
 
 
 def test_keep_best_does_not_change_the_trial_of_a_stage(recipe: Path):

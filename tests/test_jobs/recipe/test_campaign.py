@@ -285,7 +285,7 @@ def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path,
         (["resize.init=@fewshot"], 78, "cycle"),
         (["resize.init=/nowhere"], 65, "no weights.safetensors in /nowhere"),
         (["pretrain.data.train=/nowhere"], 65, "this index does not exist"),
-        (["pretrain.data.train=null"], 78, "pretrain.data.train is missing: there are no images to train on"),
+        (["pretrain.data.train=null"], 78, "pretrain.data.train is missing, so there are no images to train on"),
         ([MIXTURE, "pretrain.data.mixture.a.train=/nowhere"], 65, "pretrain.data.mixture.a.train: /nowhere"),
         (
             [MIXTURE, "pretrain.data.mixture.a.train=@shards/a"],

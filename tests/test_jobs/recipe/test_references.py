@@ -124,7 +124,7 @@ def test_a_stage_that_ran_with_another_value_is_refused(loaded):
     folder = loaded.directory(user)
     folder.mkdir()
     artifacts.write_record(folder / "stage.json", {**stage_record(user), "chosen": {"rate": 0.5}})
-    with pytest.raises(DataError, match=r"was run with values that chooser no longer chooses: rate: 0\.5 → 0\.25"):
+    with pytest.raises(DataError, match=r"was run with values that chooser no longer selects: rate: 0\.5 → 0\.25"):
         with_values(loaded)
 
 
@@ -136,7 +136,7 @@ def test_the_key_depends_on_the_stage_that_determines_the_value(loaded, tmp_path
 
 def test_a_reference_to_an_unknown_value_is_refused(loaded, tmp_path):
     with pytest.raises(
-        ConfigError, match=r"user\.rate is @chooser/rat, but chooser does not determine 'rat'; did you mean"
+        ConfigError, match=r"user\.rate is @chooser/rat, but chooser does not have the value 'rat'; did you mean"
     ):
         load(tmp_path, "user.rate='@chooser/rat'")
 

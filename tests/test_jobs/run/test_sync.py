@@ -328,7 +328,7 @@ def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_7
         assert second.poll() is None
         told = network["h0"].run(f"python -m jobs stop {run}")
         assert second.wait(120) == 75, log_of("h1").read_text()
-        assert "it has ended; for its result, run " in told, log_of("h1").read_text()
+        assert "the command has ended; for its result, run " in told, log_of("h1").read_text()
         assert log_of("h1").read_text().count("attempt ")
         assert "restarting" not in log_of("h1").read_text()
 

@@ -445,7 +445,7 @@ def test_invalid_evaluations_are_refused_before_workers_start(
     (tmp_path / "leaks.json").write_text(seal(leaks))
     weights, test, train = str(world / "weights"), str(world / "test"), str(world / "train")
     cases: list[tuple[list[str], int, str]] = [
-        ([weights, "micro_batch=3"], 64, "no data set to evaluate on"),
+        ([weights, "micro_batch=3"], 64, "expected a data set to evaluate on"),
         ([weights, test, "--protocol", "top1"], 64, "did you mean 'top-1'?"),
         (
             [weights, test, "--protocol", "knn"],
@@ -468,7 +468,7 @@ def test_invalid_evaluations_are_refused_before_workers_start(
         (
             [str(tmp_path / "headless"), test],
             78,
-            "top-1 evaluate the outputs of the head, but the weights have no head",
+            "top-1 need the outputs of a head, but the weights have no head",
         ),
         ([weights, test, f"leaks={tmp_path / 'leaks.json'}"], 65, "does not cover the data set test: "),
         ([weights, test, "leaks=nowhere.json"], 65, "evaluate.leaks: cannot be read"),

@@ -174,7 +174,7 @@ def test_masked_training_can_start_from_a_classifier(switches):
         assert name.startswith("head.") or torch.equal(restored[name], tensor), name
 
 
-def test_masked_training_drops_what_reads_the_tokens():
+def test_masked_training_drops_head_and_pooling():
     source = random_model("mu/8", 32, 5, pool="map", map_heads=1, map_mlp=48, representation=12)
     target = replace(MaskedConfig.around(source.config), image_size=(48, 48))
     assert (target.pool, target.classes, target.representation) == ("gap", 0, None)

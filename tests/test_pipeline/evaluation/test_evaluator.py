@@ -98,7 +98,7 @@ def test_set_passes_through_the_model_once_for_all_requests(with_a_bad_one: Inde
 def test_unreadable_set_has_no_value(tmp_path: Path) -> None:
     index = Index((Shard("a.tar", 5, 0, ""),), 10, (), "d" * 64, "", Path(), names=NAMES)
     (protocol,) = protocols_of(("top-1",), None, {})
-    with pytest.raises(DataError, match="set: none of 5 samples could be read"):
+    with pytest.raises(DataError, match="set: none of the 5 samples could be read"):
         result_of(Request("set", None, protocol), {"set": FeatureStore(index, tmp_path)}, CPU, no_beat)
 
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from benchmarks import live_audit as bench
-from data.errors import ConfigError, CorruptWorker
+from data.errors import ConfigError, CorruptWorker, UndecidedAudit
 from data.shards.packing import pack
 from data.sources.samples import digits
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.checkpoints.manifest import committed, step_of
-from pipeline.extras.live_audit import draw, verdict
+from pipeline.extras.live_audit import Draw, LiveAudit, draw, verdict
 from pipeline.extras.replays.spikes import HealthConfig, SpikeConfig
 from tests.support import audited_runs
 
@@ -55,6 +55,15 @@ def test_majority_decides_which_worker_is_wrong(votes: str, accused: int | None,
     rank, correct = verdict(tensors, 0, 2)
     assert rank == accused
     assert correct[0] == ord(right)
+
+
+def test_no_worker_is_accused_without_a_majority():
+    audit = object.__new__(LiveAudit)
+    audit.rank = 1
+    audit.drawn = Draw(5, frozenset({0}), 1, 0.0)
+    # The supervisor excludes the node of a worker that ends with CorruptWorker.
+    with pytest.raises(UndecidedAudit, match="live audit of step 6: worker 0 or worker 1 computes wrong results"):
+        audit.accuse(None, "the loss differs from a repetition", (1, 0))
 
 
 def test_share_is_checked_and_exact_mode_is_required():

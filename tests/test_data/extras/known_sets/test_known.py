@@ -28,7 +28,7 @@ def test_unknown_split_is_rejected_immediately(capsys):
     assert main(["pack", "pets", "/nowhere", "OUT", "--split", "validation"]) == 64
     assert "split is validation, but source pets has only the splits train, test" in capsys.readouterr().err
     assert main(["pack", "folder", "/nowhere", "OUT", "--partial"]) == 64
-    assert "partial applies only to known data sets, but source is folder" in capsys.readouterr().err
+    assert "`partial` applies only to known data sets, but source is folder" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------- Pets and Flowers
@@ -203,8 +203,8 @@ def test_pickled_or_damaged_cifar_and_parquet_without_bytes_are_rejected(tmp_pat
         assert message in capsys.readouterr().err
     for number, (cell, message) in enumerate(
         [
-            ({"data": b"x", "path": "a.png"}, "row 0 holds no key 'bytes' but data, path"),
-            ({"bytes": None, "path": "a.png"}, "row 0 holds a path instead of bytes"),
+            ({"data": b"x", "path": "a.png"}, "row 0 contains no key 'bytes' but data, path"),
+            ({"bytes": None, "path": "a.png"}, "row 0 contains a path instead of bytes"),
             ("a.png", "row 0 holds a str"),
             ([1, 2], "row 0 holds a list"),
         ]

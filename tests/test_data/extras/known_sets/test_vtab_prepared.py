@@ -243,7 +243,8 @@ def test_task_is_packed_with_class_names_and_unknown_task_is_rejected(tmp_path, 
     # A task cannot be packed from part of a set, because its rows are selected by their positions in the full set.
     assert main([*command, "--task", "clevr_count", "--partial"]) == 64
     assert (
-        "partial does not work with source vtab, whose tasks select images by their position" in capsys.readouterr().err
+        "`partial` is not supported with source: vtab, whose tasks select images by their position"
+        in capsys.readouterr().err
     )
     as_large = VTAB["clevr_count"]._replace(published={"train800val200": Published(6, 8, "by hand")})
     with monkeypatch.context() as patch:
@@ -255,7 +256,7 @@ def test_task_is_packed_with_class_names_and_unknown_task_is_rejected(tmp_path, 
     assert len(index.names) == 8
     assert main([*command, "--task", "clevr"]) == 64
     assert (
-        "task is clevr, source is vtab\n  expected source vtab with one of its tasks: caltech101"
+        "task is clevr and source is vtab\n  expected source: vtab with one of its tasks: caltech101"
         in capsys.readouterr().err
     )
     assert main([*command[:-1], "train", "--task", "clevr_count"]) == 64

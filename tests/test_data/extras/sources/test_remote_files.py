@@ -91,4 +91,4 @@ def test_sources_that_cannot_be_urls_are_refused(server, tmp_path, capsys) -> No
     server.has_lfs = False
     server.commits["b" * 40] = dict(server.commits[server.main])
     assert main(["pack", "parquet", f"{SET}@{'b' * 40}/data", target]) == 65
-    assert "is not stored with LFS or Xet, so it has no sha256" in capsys.readouterr().err
+    assert "is not stored with LFS or Xet, so it has no recorded sha256" in capsys.readouterr().err

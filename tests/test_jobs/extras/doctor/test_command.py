@@ -66,7 +66,7 @@ def test_stats_do_not_decode_the_images(tmp_path, capsys):
 def test_repair_does_not_overwrite_the_original(broken, tmp_path, capsys):
     before = json.loads((broken / "broken.index.json").read_text())
     assert main(["data", "repair", str(broken), str(broken)]) == 65
-    assert "use another folder for the new one" in capsys.readouterr().err
+    assert "use another folder for the repaired data set" in capsys.readouterr().err
     assert json.loads((broken / "broken.index.json").read_text()) == before
 
 

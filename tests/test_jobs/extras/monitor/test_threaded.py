@@ -110,6 +110,6 @@ def test_failures_and_hangs_are_logged_once_and_do_not_stop_the_run(tmp_path: Pa
     watcher.close()
     assert time.monotonic() - began < 10, "close must not wait for a call that never returns"
     assert len(log) == 2
-    assert log[1].startswith("monitoring: no response within 0.2 s")
+    assert log[1].startswith("monitoring: the tracker did not respond within 0.2 s")
     assert log[0].startswith("monitoring: ConnectionError: the head is away; the run continues")
     is_over.set()

@@ -68,7 +68,7 @@ def test_trackers_are_off_by_default_and_do_not_change_keys(recipe) -> None:
     ("override", "message"),
     [
         ("trackers.wandb.projekt=vit", "unknown key trackers.wandb.projekt; did you mean 'project'"),
-        ("trackers.mlflow.uri=mlruns", "mlflow.uri is mlruns, expected https://… or an absolute folder"),
+        ("trackers.mlflow.uri=mlruns", "mlflow.uri is mlruns, expected https://… or an absolute path"),
         ("trackers.mlflow.uri=https://me:pass@host", r"looks like a secret \(by its value\)"),
     ],
 )
@@ -156,12 +156,12 @@ LOGGED = {
     "fails": [
         "wandb: RuntimeError: no route to host; the run continues, and monitoring resumes when the problem is solved"
     ],
-    "hangs": ["wandb: no response within 0.5 s; the last values may be missing"],
+    "hangs": ["wandb: the tracker did not respond within 0.5 s; the last values may be missing"],
 }
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_tracker_that_hangs_or_fails_costs_one_log_line(client, stage, monkeypatch) -> None:
+def test_hanging_or_failing_tracker_causes_only_one_log_line(client, stage, monkeypatch) -> None:
     # A stand-in package with this name hides an installed client.
     (stage / "wandb.py").write_text(
         f"class Settings:\n    def __init__(self, **options): pass\ndef init(**options):\n    {CLIENTS[client]}\n"

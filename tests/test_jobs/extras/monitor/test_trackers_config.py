@@ -16,7 +16,10 @@ def test_mlflow_uri_may_be_a_url_or_an_absolute_folder(uri: str) -> None:
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        ("mlruns", r"mlflow\.uri is mlruns, expected https://… or an absolute folder\n  use the path starting with /"),
+        (
+            "mlruns",
+            r"mlflow\.uri is mlruns, expected https://… or an absolute path\n  use the path of the folder from / on",
+        ),
         ("https://me:hunter2@mlflow.example", r"looks like a secret \(by its value\)"),
     ],
 )

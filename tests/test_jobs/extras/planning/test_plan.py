@@ -34,23 +34,25 @@ def test_plan_shows_when_and_in_which_buckets_gradients_are_reduced(recipe, caps
     assert sums("cluster.workers=1") == []
 
 
-def test_plan_lists_missing_inputs_and_exits_like_run_unless_allowed(recipe, capsys):
-    missing = ["pretrain.data.train=/nowhere", "fewshot.probe.test=/neither"]
-    assert main(["plan", str(recipe), *missing]) == 65
-    planned = capsys.readouterr()
-    assert "  MISSING pretrain.data.train: /nowhere: this index does not exist" in planned.out
-    error = planned.err[planned.err.index("error: ") :]
-    assert error.startswith("error: 2 inputs are missing: pretrain.data.train: /nowhere: this index does not exist")
-    assert "\n  fewshot.probe.test: /neither: this index does not exist" in error
+def test_plan_lists_missing_inputs_once_and_refuses_only_misspelled_ones(recipe, capsys):
+    missing = ["pretrain.data.train=/nowhere", "fewshot.probe.test=/neither", "fewshot.probe.train=/neither"]
+    assert main(["plan", str(recipe), *missing]) == 0
+    assert capsys.readouterr().out.endswith(
+        "still missing, until then run exits with code 65: 2 inputs\n"
+        "  /nowhere: this index does not exist (pretrain.data.train)\n"
+        "  /neither: this index does not exist (fewshot.probe.train, fewshot.probe.test)\n"
+    )
     assert main(["run", str(recipe), *missing]) == 65
-    assert capsys.readouterr().err == error
+    error = capsys.readouterr().err
+    assert error.startswith("error: 3 inputs are missing: pretrain.data.train: /nowhere: this index does not exist")
     log = (recipe.parent / "run" / "log.txt").read_text()
-    assert " ended with exit code 65: 2 inputs are missing: pretrain.data.train" in log
+    assert " ended with exit code 65: 3 inputs are missing: pretrain.data.train" in log
 
-    assert main(["plan", str(recipe), *missing, "--without-data"]) == 0
-    out = capsys.readouterr().out
-    assert "  MISSING fewshot.probe.test: /neither" in out
-    assert out.endswith("planned without 2 missing inputs; until they exist, run exits with code 65\n")
+    (recipe.parent / "pictures").mkdir()
+    misspelled = f"pretrain.data.train={recipe.parent / 'pictrues'}"
+    assert main(["plan", str(recipe), misspelled]) == 65
+    assert f"pretrain.data.train: {recipe.parent / 'pictrues'}: this index does not exist" in capsys.readouterr().err
+    assert main(["plan", str(recipe), misspelled, "--without-data"]) == 0
 
 
 def test_plan_without_initial_weights_knows_neither_model_nor_compute(recipe, capsys):

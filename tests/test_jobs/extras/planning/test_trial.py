@@ -93,7 +93,8 @@ def test_a_stage_without_data_is_skipped_and_listed(tmp_path, capsys):
     text = (
         f"run: {tmp_path}/run\ncluster: {{workers: 1, backend: processes}}\n"
         "shards: {kind: pack, sets: {train: {source: digits, image_size: 16}}}\n"
-        'pretrain: {data: {train: "@shards/train"}, model: {name: mu/8, image_size: 16, classes: 10}, steps: 4,'
+        'parts: {kind: pack, sets: {most: {source: subset, path: "@shards/train", part: ":90%"}}}\n'
+        'pretrain: {data: {train: "@parts/most"}, model: {name: mu/8, image_size: 16, classes: 10}, steps: 4,'
         " optim: {schedule: {warmup_steps: 0}}, batch_size: 16, micro_batch: 8, precision: fp32}\n"
     )
     file = tmp_path / "recipe.yaml"
@@ -101,10 +102,14 @@ def test_a_stage_without_data_is_skipped_and_listed(tmp_path, capsys):
     assert main(["trial", str(file)]) == 65
     ended = capsys.readouterr()
     assert re.search(
-        r"pretrain   not measured: .*/train does not exist yet; run python -m jobs run RECIPE --only pack", ended.out
+        r"pretrain   not measured: .*/most does not exist yet; "
+        "run python -m jobs run RECIPE --only shards, then python -m jobs run RECIPE --only parts\n",
+        ended.out,
     )
-    assert re.search(r"error: no stage can be measured: pretrain: .*/train does not exist yet", ended.err)
+    assert re.search(r"error: none of the stages can be measured: pretrain: .*/most does not exist yet", ended.err)
     assert not (tmp_path / "run").exists()
+    for only in ("shards", "parts"):
+        assert main(["run", str(file), "--only", only]) == 0
 
 
 def test_a_modified_trial_is_refused_by_name(recipe, tried, tmp_path, capsys):

@@ -20,8 +20,8 @@ def run(tmp_path):
 
 
 @pytest.mark.parametrize("step", ["step=0", "0", "step=-1", "step=1.5", "step=", "last"])
-def test_a_step_is_a_whole_number_from_1_on(run, step) -> None:
-    with pytest.raises(UsageError, match=r"is not a step\n  expected step=N with N ≥ 1"):
+def test_step_is_a_positive_integer(run, step) -> None:
+    with pytest.raises(UsageError, match=r"is not a step\n  expected step=N, with a number of at least 1"):
         replay(str(run), step, None)
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.quick
     [
         ("step=3 limit=0.7", "unknown argument 'limit=0.7'"),
         ("step=3 shards", "unknown argument 'shards'"),
-        ("metric=loss", "the step is missing"),
+        ("metric=loss", "no step is given"),
     ],
 )
 def test_wrong_arguments_are_refused(words: str, message: str) -> None:

@@ -36,6 +36,7 @@ def test_an_empty_list_removes_nothing(index, tmp_path) -> None:
 
 def test_an_unknown_shard_is_refused_with_an_example(index) -> None:
     with pytest.raises(
-        DataError, match=r"--shards t-9\.tar matches 0 shards\n  expected exactly one: for example .*tar"
+        DataError,
+        match=r"--shards t-9\.tar matches 0 shards of the data set\n  expected exactly one: for example .*tar",
     ):
         masked_ranges(index, None, ["t-9.tar"])

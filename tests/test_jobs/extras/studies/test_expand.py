@@ -182,7 +182,7 @@ def test_each_run_of_a_chain_chooses_separately_and_the_table_has_the_values_of_
         ({"p": {}, "f": {"init": "@p.*"}}, "no section p above f has a sweep\n  use @p, or move f below"),
         (
             {"p": {"sweep": {"seeds": [0]}}, "f": {"init": "@p.*", "sweep": {"seeds": [1]}}},
-            "f.sweep.seeds: the runs that f reads already have seeds",
+            "f.sweep.seeds is set, but the runs that f reads already have seeds",
         ),
         (
             {"p": {"sweep": {"seeds": [0]}}, "q": {"sweep": {"seeds": [1]}}, "f": {"init": "@p.*", "data": "@q.*/x"}},
@@ -199,19 +199,28 @@ def test_an_impossible_chain_is_refused(sections, message):
 @pytest.mark.parametrize(
     ("varies", "message"),
     [
-        ({}, "p.sweep varies nothing\n  add each, grid or seeds"),
+        ({}, "p.sweep has neither each, nor grid, nor seeds"),
         ({"gird": {"lr": [1]}}, "unknown key p.sweep.gird; did you mean 'grid'?"),
         ({"grid": {"lr": 1}}, "p.sweep.grid.lr is 1, expected a list of values"),
         ({"grid": {"lr": []}}, "p.sweep.grid.lr is [], expected a list of values"),
-        ({"grid": {"lr": [1, 1]}}, "p.sweep.grid.lr has 1 twice"),
+        ({"grid": {"lr": [1, 1]}}, "p.sweep.grid.lr contains 1 twice"),
         ({"grid": {"lr": ["a/b", "a b"]}}, "p.sweep.grid: two runs would have the same name lr-a_b"),
-        ({"grid": {"a.lr": [1], "a": {"lr": [2]}}}, "p.sweep.grid has a.lr twice: as a dotted key and in a section"),
-        ({"grid": {"kind.lr": [1]}}, "p.sweep sets kind.lr, but kind is 'pretrain', not a section"),
-        ({"seeds": [1, 1]}, "p.sweep: seeds has 1 twice"),
-        ({"held_out": {"init": "x"}, "seeds": [1]}, "held_out needs a grid: add grid, or remove held_out"),
-        ({"each": {"a": None}, "grid": {"lr": [1]}}, "p.sweep has both each and grid\n  add held_out"),
+        ({"grid": {"a.lr": [1], "a": {"lr": [2]}}}, "p.sweep.grid sets a.lr twice, as a dotted key and in a section"),
+        ({"grid": {"kind.lr": [1]}}, "p.sweep sets kind.lr, but kind is 'pretrain', expected a section"),
+        ({"seeds": [1, 1]}, "p.sweep: seeds contains 1 twice"),
+        (
+            {"held_out": {"init": "x"}, "seeds": [1]},
+            "held_out needs a grid, but grid is not set; add grid, or remove held_out",
+        ),
+        (
+            {"each": {"a": None}, "grid": {"lr": [1]}},
+            "p.sweep has both each and grid, but not held_out\n  add held_out",
+        ),
         ({"each": {"a": 3}}, "each.a is 3, expected a section of fields"),
-        ({"each": {"cars": None}, "groups": {"g": ["cras"]}}, "groups.g names 'cras'; did you mean 'cars'?"),
+        (
+            {"each": {"cars": None}, "groups": {"g": ["cras"]}},
+            "groups.g contains 'cras', which is not in each; did you mean 'cars'?",
+        ),
     ],
 )
 def test_an_impossible_sweep_is_refused(varies, message):

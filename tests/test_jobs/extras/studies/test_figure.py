@@ -174,7 +174,7 @@ def test_a_law_planted_in_a_table_is_recovered_in_the_figure(sizes, tmp_path):
         ({"paper": {"table": "table 60", "x": "row", "y": "5shot"}}, "paper.table is table 60; did you mean 'table 6"),
         (
             {"paper": {"table": "table 8", "x": "row", "y": "top-1"}},
-            "but table 8 has no such column\n  expected 5shot, row",
+            "but table 8 does not have this column\n  expected 5shot, row",
         ),
         ({"tables": {}}, "figure.tables is empty"),
     ],

@@ -121,7 +121,7 @@ def test_runs_without_metrics_have_a_table_of_their_axes_and_share_common_stages
             ["fewshot.init=@finetune"],
             "the table of a sweep\n  expected one of the sweep's runs: @finetune.seed-0, @fin",
         ),
-        (["finetune.sweep.grid={init: [x, y]}"], "finetune.seed-0: init names an input, and a grid with held_out"),
+        (["finetune.sweep.grid={init: [x, y]}"], "finetune.seed-0: init is an input, but a grid with held_out"),
         (
             ["finetune.sweep.grid={data: {augment: [{min_area: 0.5}, {min_area: 0.7}]}}"],
             "finetune.sweep.grid.data.augment lists {'min_area': 0.5}, a section",
@@ -188,7 +188,7 @@ def test_the_final_runs_get_the_best_value_and_keep_their_keys(protocol):
     artifacts.write_record(table, {**document, "chosen": {"optim.lr": 0.01}})
     with pytest.raises(DataError) as error:
         load(protocol, [])
-    assert f"{folder} was run with values that finetune.grid no longer chooses: optim.lr: 0.1 → 0.01" in str(
+    assert f"{folder} was run with values that finetune.grid no longer selects: optim.lr: 0.1 → 0.01" in str(
         error.value
     )
 

@@ -139,7 +139,7 @@ def test_names_and_shapes_of_at_least_381_pretrained_weights_import_at_their_ful
     assert imported >= 381
 
 
-def test_keys_that_do_not_tell_the_function_need_the_name_of_the_architecture(timm):
+def test_ambiguous_keys_require_the_name_of_the_architecture(timm):
     theirs = timm_models.on_meta("vit_base_patch16_clip_224", depth=1)
     with pytest.raises(ValueError, match="the keys of this timm model do not determine"):
         weights_timm.load(theirs.state_dict(), {}, {})

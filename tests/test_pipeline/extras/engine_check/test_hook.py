@@ -28,7 +28,7 @@ def test_wrong_engine_is_refused_with_exit_code_70(outcome: dict[str, Any]):
     assert outcome["code"] == 70
 
 
-def test_message_names_the_versions_the_difference_and_what_to_do(outcome: dict[str, Any]):
+def test_message_names_the_versions_the_difference_and_the_remedy(outcome: dict[str, Any]):
     first, difference, *_ = outcome["error"].split("\n")
     assert first.startswith("the training engine computes wrong results on 1 of 1 workers (DeepSpeed ")
     assert "ZeRO 0, fp32, gloo); no step was trained" in first
