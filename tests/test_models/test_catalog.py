@@ -1,6 +1,7 @@
 """Parameters, multiplications and FLOPs of the models, compared with the paper's numbers."""
 
 import pytest
+import torch
 
 import models
 from models import catalog, configs, positions
@@ -79,3 +80,11 @@ def test_axial_costs_more_than_the_plain_model_of_its_size():
 def test_every_position_embedding_that_a_config_may_name_has_a_module() -> None:
     assert set(configs.POSITIONS) == set(positions.KINDS)
     assert configs.CONFIGS.keys() == catalog.MODULES.keys()
+
+
+def test_bf16_images_on_a_cpu_are_contiguous_after_normalisation() -> None:
+    decoded = torch.arange(2 * 4 * 4 * 3, dtype=torch.uint8).reshape(2, 4, 4, 3)  # channels last
+    config = models.config_of("mu/4", 4, 10)
+    images = catalog.normalise(decoded.permute(0, 3, 1, 2), config, torch.bfloat16, torch.device("cpu"))
+    assert images.is_contiguous()
+    assert images[1, 2, 3, 0].item() == pytest.approx(decoded[1, 3, 0, 2].item() / 127.5 - 1, abs=2**-8)
