@@ -280,7 +280,7 @@ LOOKS = [
         True,
         False,
         1,
-        [f"room for 4 workers, currently 2: {GROWING}"],
+        [f"room for 4 workers, currently 2; {GROWING}"],
     ),
     (False, False, False, True, 1, []),
 ]
