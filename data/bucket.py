@@ -357,7 +357,7 @@ def has_bytes(path: Path, size: int, sha256: str) -> bool:
 
 
 def local_name(url: str) -> str:
-    """Return a folder name on this node for the files of a run in an object store."""
+    """Return the name of the local folder, on this node, for the files of a run in an object store."""
     return f"{url.rpartition('/')[2]}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
 
 

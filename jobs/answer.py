@@ -19,7 +19,7 @@ Step: TypeAlias = dict[str, Any]  # what to do next after an error; see docs/sch
 
 
 def report_lines(document: Document) -> list[str]:
-    """Return the lines in a document's entry "report", for documents that contain their text for people."""
+    """Return the lines of a document's "report" entry, for documents that include a human-readable version."""
     lines: list[str] = document["report"]
     return lines
 

@@ -176,7 +176,7 @@ class StageKind:
     ) -> None:
         """Make relative paths absolute in the parts of a section that only this stage kind understands.
 
-        `patterns` are the fields with paths in the section `name`.
+        `patterns` match the fields of section `name` that contain paths.
         """
 
     @property

@@ -205,7 +205,7 @@ class Terminal:
         return lost
 
     def work(self) -> None:
-        """Write queued lines until a None arrives; runs in the thread."""
+        """Write queued lines until None arrives; runs in the writer thread."""
         assert self.handle is not None
         bar = None
         if self.has_bar:

@@ -2,7 +2,7 @@
 
 How a parameter is initialised:
 1. its full name, such as "blocks.0.attention.qkv.weight", is matched against the patterns of RULES, top to bottom;
-2. the rule of the first match draws the values in place, from the given generator.
+2. the first matching rule draws the values in place, from the given generator.
 """
 
 from __future__ import annotations

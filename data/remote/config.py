@@ -18,7 +18,7 @@ SMALLEST = PIECE  # bytes; smaller shards arrive in one piece, so reading them b
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The cache for remote shards on a node, and the retries of downloads."""
+    """Settings for a node's cache of remote shards, and for download retries."""
 
     directory: str = ""  # absolute path; default: below PATCHLINE_CACHE, or in the user's cache folder
     limit_bytes: int = 200 << 30  # size of the cache of a node, without downloads in progress

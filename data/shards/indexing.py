@@ -61,7 +61,7 @@ PACKING_SETTING = r"\d+ \d+ (True|False)"  # the setting in a packing's journal,
 class TarList:
     """The tars of one data set: their common folder or URL, and {name below it: size in bytes}.
 
-    `digests` are the sha256 that a store reports: {name: sha256}.
+    `digests` are the sha256 digests reported by the store: {name: sha256}.
     """
 
     directory: str
@@ -83,7 +83,7 @@ def build_index(
     unlabelled: bool = False,
     keep: bool = False,
 ) -> Index:
-    """Index existing tars, given as a folder, a list of paths, or URLs; a killed call resumes when repeated.
+    """Index existing tars, given as a folder, a list of paths, or URLs; if interrupted, repeat the call to resume.
 
     A URL names one tar, several with `{000..999}` or (except for https) `*`, or a folder; each tar is downloaded,
     examined and deleted. With `keep`, tars whose sha256 the store reports stay in the cache, for training on this
@@ -449,9 +449,10 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
 
 
 def pinned(url: str, folder: Path, cache: Cache) -> str:
-    """Replace the revision in an `hf://` URL with its commit, so that its files do not change; keep any other URL.
+    """Replace the revision in an `hf://` URL with its commit hash; return any other URL unchanged.
 
-    The commit is requested once, and recorded in a folder. Raises the errors of `data.extras.hub.pin`.
+    The files of a commit cannot change. The hash is requested once, and recorded in a folder. Raises the errors of
+    `data.extras.hub.pin`.
     """
     if not url.startswith("hf:"):
         return url

@@ -158,7 +158,7 @@ def nodes_of(cluster: ClusterConfig) -> Nodes:
 
 
 def start_early(cluster: ClusterConfig) -> None:
-    """Start the fork server or an embedded Ray cluster early, because this takes seconds."""
+    """Start the fork server or an embedded Ray cluster early, because startup takes several seconds."""
     if cluster.backend == "processes":
         nodes_of(cluster).warm_up()
     # An existing cluster is joined only when workers are needed.

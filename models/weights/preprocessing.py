@@ -1,4 +1,4 @@
-"""Preprocessing of images for evaluation, and its conversion from and to the formats of other libraries.
+"""Image preprocessing for evaluation, and its conversion to and from the formats of other libraries.
 
 1. A stage writes its preprocessing to preprocessing.json next to its weights; one digest seals both. An import writes
    the other library's preprocessing, which `from_timm` and `from_hf` read.

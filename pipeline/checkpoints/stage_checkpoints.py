@@ -133,7 +133,7 @@ class StageCheckpoints:
     # ------------------------------------------------------------------------ committing
 
     def staged_name(self, manifest: Manifest) -> str:
-        """Return the name of the folder, in the storage, that a save is written to before its commit."""
+        """Return the name of the storage folder that a save is written to before it is committed."""
         return self.storage.staging_name(self.folder, manifest.name, manifest.attempt)
 
     def commit(self, manifest: Manifest, results: Sequence[WrittenFile], log: Log) -> Decision:

@@ -157,7 +157,10 @@ def value_entries(
 
 
 def right_of(entry: Entry) -> np.ndarray:
-    """Decode a value's entry into a boolean array (S, N) of correctly classified samples, one row per seed."""
+    """Decode an accuracy's entry into a boolean array (S, N) that marks the correctly classified samples.
+
+    There is one row per seed.
+    """
     draws = len(entry.get("seeds", [0]))
     bits = np.unpackbits(np.frombuffer(base64.b64decode(entry["right"]), np.uint8), count=draws * entry["samples"])
     return bits.reshape(draws, entry["samples"]).astype(bool)

@@ -83,10 +83,10 @@ def mean_over_classes(right: np.ndarray, labels: np.ndarray) -> tuple[float, flo
 
     1. Each class has the proportion p that is most likely if the mean over classes is θ. First, one sample with the
        mean proportion is added to each class: neither a class with one sample nor a perfect class counts as certain.
-    2. The variance of the observed mean is then Σ p (1 − p) / n / classes². The divisor 1 − n / (n + 1)² would make it
-       unbiased if all classes were equally hard. A class that dominates the variance needs no such correction, because
-       θ determines its p: what counts is the part of the variance that the other classes contribute. Classes that are
-       all perfect, or all wrong, need no correction either.
+    2. The variance of the observed mean is then Σ p (1 − p) / n / classes². Dividing by 1 − n / (n + 1)² would make it
+       unbiased if all classes were equally hard. However, θ alone determines the p of a class that dominates the
+       variance, so each class's term is divided by 1 − s n / (n + 1)², with s the share of the variance that comes from
+       the other classes. The terms are not divided if all classes are perfect, or all wrong.
     3. Reject θ if it differs from the observed mean by more than 1.96 standard deviations and half a step. A step of
        the mean is one sample of the class that dominates the variance, and vanishes with many classes.
 

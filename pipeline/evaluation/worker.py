@@ -37,7 +37,7 @@ COLLECTIVE_TIMEOUT_S = 1800.0  # same as TrainConfig.timeout_s; `stall_s` ends a
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """The settings for workers of an evaluation stage; the configs of both kinds of stage contain these fields."""
+    """The worker settings of an evaluation stage, whose kind is `evaluate` or `fewshot`."""
 
     preprocess: str  # preprocessing ops of evaluation
     max_labels: int  # maximum number of labels per sample

@@ -107,9 +107,9 @@ class LiveAudit(Hook):
     # -------------------------------------------------------------------- parts of steps
 
     def audit_part(self, number: int, part: Tensor) -> None:
-        """Collective: if this part is drawn, repeat it on another worker, and compare the checksums.
+        """Collective: if this part of the batch was selected at random for an audit, repeat it on another worker.
 
-        Raises CorruptWorker or UndecidedAudit if they differ.
+        Compare the checksums of both workers. Raises CorruptWorker or UndecidedAudit if they differ.
         """
         if number == 0:
             self.settle()
@@ -128,7 +128,7 @@ class LiveAudit(Hook):
         return torch.stack([checksum(span) for span in part.split(self.engine.spans)])
 
     def repeat(self, drawn: Draw, number: int, rank: int) -> Tensor:
-        """Collective: repeat part `number` of a worker, including reading and decoding; return its checksums."""
+        """Collective: recompute part `number` of a worker's batch, with reading and decoding; return its checksums."""
         worker = self.worker
         engine = self.engine
         part = None

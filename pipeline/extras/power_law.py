@@ -256,7 +256,7 @@ class ValueTest:
     critical: Callable[[float], float]  # of a value: the percentile of the statistic if the value is true
 
     def rejects(self, value: float) -> bool:
-        """Return whether the test rejects a value, which is then outside the interval."""
+        """Return whether the test rejects a value, that is, whether the value lies outside the interval."""
         return self.statistic(value) > self.critical(value)
 
     def interval(self, estimate: float, least: float, most: float) -> tuple[float, float]:

@@ -273,7 +273,7 @@ class Watch:
         return own
 
     def slow_in_own_work(self) -> Slow | None:
-        """Compare the times of the workers' own work since the last comparison; return a much slower worker, if any."""
+        """Return a worker that was much slower than the rest in its own work since the last comparison, if any."""
         now = self.clock()
         seconds: dict[int, float] = {}  # of a micro-batch
         turns = 0

@@ -107,12 +107,12 @@ def find_leaks(
     """Find the pairs of training and test samples with the same image, and write them to `output`/leaks.json.
 
     `train` and `test` map the paths of data sets to their indexes. `embeddings` adds pairs found by model features.
-    With `fits=1`, only bytes and pixels are compared. `report` is called with the number of finished training shards
-    and the number to search; `report_test` is called in the same way for the test shards, which come first. An
-    interrupted search resumes.
+    `fits` is the minimum similarity of two thumbnails for a match; with 1, only bytes and pixels are compared. `report`
+    is called with the number of finished training shards and the number to search; `report_test` is called in the same
+    way for the test shards, which come first. An interrupted search resumes.
 
     Raises DataError if a shard is missing or has changed since indexing, or if the test images are too similar to each
-    other to recognise copies by their pictures.
+    other for copies to be recognised by visual similarity.
     """
     for path, index in (*train.items(), *test.items()):
         if index.samples == 0:

@@ -6,7 +6,7 @@
 
 The content of a path is recognised in this order, and the first match wins:
 1. the archive of a public data set, by its file name (docs/data-sets.md);
-2. a train part (a folder, or files with that word in their names), next to a val or test part;
+2. a train split (a folder, or files with that word in their names), next to a val or test split;
 3. an index; WebDataset tars; Parquet files with images; a table of paths; sub-folders of images, one per class; images
    without classes.
 

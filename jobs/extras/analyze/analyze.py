@@ -245,7 +245,7 @@ def draw_features(features: Features, distance: Tensor, path: Path) -> None:
 
 
 def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> None:
-    """Draw the similarity of each position to all positions as a grid of maps with gaps."""
+    """Draw the similarity of each position to all positions as a grid of maps, separated by gaps."""
     axes.set_title("Position embedding similarity")
     if similarity is None:
         axes.text(0.5, 0.5, "the model has no added position embeddings", ha="center")

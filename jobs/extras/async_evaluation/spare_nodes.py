@@ -28,7 +28,7 @@ class SpareBundle(RayNodes):
         self.next_look = 0.0
 
     def is_free(self) -> bool:
-        """Return whether a non-draining node has room, and no other job is waiting for resources."""
+        """Return whether a non-draining node has room and no other job is waiting for resources."""
         if self.has_training_ended and self.training.reservation is not None:
             return True
         free = self.training.state().staying

@@ -174,7 +174,7 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
 
 
 def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
-    """Yield the stages of a run that train or evaluate. Raises ConfigError if another Patchline version wrote them."""
+    """Yield a run's training and evaluation stages. Raises ConfigError for configs from another Patchline version."""
     for stage in read_run(path).stages:
         record = stage.record
         kind = kinds.get(record.get("kind", ""))

@@ -92,7 +92,7 @@ class Wandb:
 
 
 class Mlflow:
-    """Sends metrics to MLflow: one MLflow run per stage, named after run directory and stage."""
+    """Sends metrics to MLflow: one MLflow run per stage, named after the run directory and the stage."""
 
     def __init__(self, options: MlflowConfig) -> None:
         import mlflow

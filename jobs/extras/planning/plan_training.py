@@ -272,7 +272,7 @@ class PlannedTraining(TrainedFacts):
         )
 
     def add_estimate(self, gpu: Gpu) -> None:
-        """Add lines for the total time, estimated from FLOPs and a range of GPU utilisation, to the plan."""
+        """Add lines to the plan with the total time, estimated from FLOPs over a range of GPU utilisations."""
         trained_images = len(self.taken) * self.cfg.batch_size
         low, high = estimated_rates(self.flops / trained_images, gpu, self.world)
         images = trained_images + self.evaluated_images() / 3

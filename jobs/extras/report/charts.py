@@ -187,7 +187,7 @@ def figure_of() -> tuple[Figure, Axes]:
 def drawn(figure: Figure, axes: Axes, title: str, height: float, left: float = 0.13, below: float = 0.3) -> Markup:
     """Render a chart as inline SVG.
 
-    `height` and `below` are inches; `left` is a fraction of the width. Screen readers read the title.
+    `height` and `below` are in inches; `left` is a fraction of the width. Screen readers read the title.
     """
     width = 0.97 - left
     figure.set_size_inches(WIDTH, height)

@@ -58,7 +58,7 @@ def portable(recipe: Recipe, run: str, folder: Path, kinds: Kinds) -> tuple[str,
 
 
 def make_absolute(section: object, parts: list[str], where: str, absolute: MakeAbsolute) -> None:
-    """Make the paths in a section's fields that match a pattern absolute; `where` is the section's dotted name."""
+    """Make paths absolute in those fields of a section that match a pattern; `where` is the section's dotted name."""
     # A missing section has only default values, which contain no paths.
     if not isinstance(section, dict):
         return

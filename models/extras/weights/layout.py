@@ -138,7 +138,7 @@ def with_learned_positions(
 
 
 def unlearnable_positions(config: ViTConfig) -> list[str]:
-    """Return the reasons why a learned table cannot replace a model's positions; an empty list if it can."""
+    """Return why a learned position table cannot replace a model's position embeddings; an empty list if it can."""
     if config.positions == "relative":
         return ["relative positions"]
     if config.positions == "none":

@@ -132,7 +132,10 @@ def layout_of(stored: dict[str, Tensor]) -> Layout:
 
 
 def names_of(stored: Mapping[str, Tensor]) -> set[str]:
-    """Return the names in a file's first block, and "mlp.up" or "mlp.gate_up", depending on the MLP's first layer."""
+    """Return the parameter names of the first transformer block in a weights file.
+
+    Also contains "mlp.up" or "mlp.gate_up", depending on the MLP's first layer.
+    """
     names = {key.removeprefix("blocks.0.") for key in stored if key.startswith(("blocks.0.", ROOT))}
     # One layer of twice the hidden width is SwiGLU too.
     if "mlp.fc1.weight" in names:

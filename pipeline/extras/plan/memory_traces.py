@@ -87,14 +87,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """Memory peaks of a step for all micro-batch sizes: over all kinds together, and over activations only."""
+    """Memory peaks of a step for all micro-batch sizes: of all kinds of memory in total, and of activations only."""
 
     start: int  # peak in bytes, from the engine's start to the end of a first step with 2 images
     moments: tuple[Moment, ...]
     activations: tuple[Moment, ...]
 
     def peak(self, micro_batch: int) -> Moment:
-        """Return the moment of peak memory, over all kinds together, for a micro-batch size."""
+        """Return the moment at which total memory, summed over all kinds of memory, peaks for a micro-batch size."""
         return max(self.moments, key=lambda moment: sum(moment.parts(micro_batch)))
 
     def peak_activations(self, micro_batch: int) -> int:
