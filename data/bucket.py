@@ -367,7 +367,7 @@ def check_store_url(url: str) -> str:
     if parts.scheme not in CLIENTS:
         schemes = ", ".join(f"{scheme}://" for scheme in CLIENTS)
         raise ConfigError(
-            f"run is {redacted(url)}, expected a folder, or one of {schemes}\n  set run=s3://BUCKET/NAME, or a path"
+            f"run is {redacted(url)}, expected a folder, or one of {schemes}\n  set run=s3://BUCKET/NAME or run=PATH"
         )
     names = parts.path.strip("/").split("/")
     is_plain = not (parts.query or parts.fragment or "@" in parts.netloc)

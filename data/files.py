@@ -79,8 +79,8 @@ def home() -> Path:
     except RuntimeError:
         raise ConfigError(
             f"user {os.geteuid()} has no home folder: HOME is not set, and /etc/passwd has no entry for this user\n"
-            "  expected a folder of this user for caches and Ray's token\n"
-            "  run export HOME=/a/folder/of/this/user; then run the same command again"
+            "  expected a folder owned by this user for caches and Ray's token\n"
+            "  to set one, run export HOME=/a/folder/of/this/user and run the same command again"
         ) from None
 
 
@@ -287,7 +287,7 @@ def refuse_planted(path: Path, remedy: str) -> None:
         if is_shared and os.path.lexists(path) and not is_own(path):
             raise StorageError(
                 f"{path}: this is a link or belongs to another user, and every user can write to {path.parent}\n"
-                "  expected a folder of this user, or no such path: another owner could replace the files of the run\n"
+                "  expected a folder owned by this user, or no such path: another owner could replace the run's files\n"
                 f"  {remedy}"
             )
 

@@ -176,7 +176,7 @@ class Lease:
             if seen is not None:
                 last_number = seen.number
                 if state == "lost":
-                    self.log(f"taking over the run: no lease renewal by {seen.holder}, which can no longer commit")
+                    self.log(f"taking over the run: {seen.holder} has not renewed its lease, and can no longer commit")
                 self.previous_token = seen.record["token"] if seen.record is not None else ""
             # 3. If several commands try at once, one creates the number. The others try again and find its lease.
             if self.storage.create_once(LEASE.format(last_number + 1), self.content()):

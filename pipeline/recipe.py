@@ -188,7 +188,7 @@ def refuse_secret_variables(values: object, key: str = "") -> None:
         for variable in variables.VARIABLE.findall(values):
             # The path of a file with a secret is not secret.
             if SECRET_NAME.search(variable) and not variable.upper().endswith(("_FILE", "_PATH", "_DIR", "_FOLDER")):
-                raise secret_in_recipe(key, f"refers to {variable}, whose name looks like a secret's")
+                raise secret_in_recipe(key, f"refers to {variable}, which looks like the name of a secret")
 
 
 def refuse_secret_values(unresolved: object, resolved: object, key: str = "") -> None:
@@ -202,7 +202,7 @@ def refuse_secret_values(unresolved: object, resolved: object, key: str = "") ->
     # Paths are exempt: a part such as hf-vit-base-patch16-224 resembles a token.
     is_path = isinstance(resolved, str) and resolved.startswith(("/", ".", "~"))
     if is_interpolation and not is_path and isinstance(resolved, str) and SECRET_VALUE.search(resolved):
-        raise secret_in_recipe(key, f"is {unresolved}, whose value looks like a secret")
+        raise secret_in_recipe(key, f"contains {unresolved}, whose value looks like a secret")
 
 
 def entries(values: object) -> Iterable[tuple[object, object]]:

@@ -141,7 +141,7 @@ def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
         overrides += f" {key}.optim.schedule.cooldown_steps={steps // 10}"
     raise ConfigError(
         f"{message} exceed the length of the stage, {steps:,} steps\n"
-        f"  expected at most {steps:,} steps together, so that the learning rate reaches optim.lr\n"
+        f"  expected at most {steps:,} steps in total, so that the learning rate reaches optim.lr\n"
         f"  set {overrides}, or increase the number of steps"
     )
 

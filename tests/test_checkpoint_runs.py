@@ -785,7 +785,7 @@ def test_driver_that_wakes_up_after_a_takeover_of_its_run_exits_with_73_and_chan
     try:
         time.sleep(1.5)  # five periods: until then it may only be late
         assert finish(run, patch="hasty_lease") == 0, output_of(run)
-        assert "taking over the run: no lease renewal" in output_of(run)
+        assert "taking over the run: process " in output_of(run)
         # Workers of the first attempt may write to that attempt's folder.
         kept = {}
         for path in run.rglob("*"):

@@ -69,7 +69,7 @@ def inspect_checkout(root: Path) -> Checkout:
             if path.is_dir():
                 if real in parents:
                     raise refused_link(
-                        name, real, "Ray would follow the link, which leads back to its own folder, forever"
+                        name, real, "the link leads back to a folder that contains it, so Ray would follow it forever"
                     )
                 walk(path, excludes, [*parents, real])
             elif path.is_file():

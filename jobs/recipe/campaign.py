@@ -89,7 +89,7 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
     require(run not in (None, ""), f"run is empty, expected a folder\n  set run={recipe.default_run}")
     require(isinstance(run, str), f"run is {run!r}, expected a folder\n  set run=./{run}")
     # A remaining `~` belongs to an unknown user: do not create a folder of this name.
-    require(not run.startswith("~"), f"run is {run}, but there is no such user\n  use the path: run=/…")
+    require(not run.startswith("~"), f"run is {run}, but there is no such user\n  use an absolute path: run=/…")
 
     # 2. The sections of the whole campaign, and the stages.
     cluster = config.build(ClusterConfig, recipe.values.get("cluster", {}), "cluster")

@@ -267,7 +267,7 @@ def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> N
     used = cluster.most * cluster.gpus_per_worker
     unused = f"unused GPUs: {gpus - used} of {gpus} in this {place}"
     if gpus and not used:
-        log(f"{unused}: the workers use the CPU; set cluster.gpus_per_worker=1 to use them")
+        log(f"{unused}: the workers use only the CPU; set cluster.gpus_per_worker=1 to use the GPUs")
     # In a shared cluster, other people may use the remaining GPUs.
     elif gpus > used and place == "machine":
         workers_that_fit = gpus // cluster.gpus_per_worker

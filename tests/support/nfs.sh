@@ -54,7 +54,7 @@ for version in "$@"; do
     grep ' /shared ' /tmp/a.log
     on b $version "exec $python -m jobs run /tmp/small.yaml run=/shared/$run $overrides" >/tmp/b.log 2>&1
     echo "the same command on host b: exit code $?"
-    grep -E "no lease renewal|resumed|restored|for a lease renewal" /tmp/b.log
+    grep -E "has not renewed its lease|resumed|restored|for a lease renewal" /tmp/b.log
     $python - <<EOF
 from pathlib import Path
 from tests.support.drives import assert_same

@@ -417,7 +417,7 @@ def test_planted_link_in_a_folder_of_all_users_is_refused(tmp_path) -> None:
         files.refuse_planted(shared / name, "choose another")
     with pytest.raises(
         StorageError,
-        match=r"planted: this is a link or belongs to another user(?s:.*)\n  expected a folder of this user",
+        match=r"planted: this is a link or belongs to another user(?s:.*)\n  expected a folder owned by this user",
     ):
         files.refuse_planted(shared / "planted", "choose another")
     # The user's own link in a private folder is intended.

@@ -63,7 +63,7 @@ def test_variable_with_the_name_of_a_secret_is_refused(text, place, monkeypatch)
         monkeypatch.setenv(name, "hunter2")
     values = {"section": {"a": {"b": text}}, "list": {"a": {"b": [1, text]}}, "override": {}}[place]
     overrides = [f"a.b={text}"] if place == "override" else []
-    with pytest.raises(ConfigError, match=r"^a\.b.* refers to \w+, whose name looks like a secret's") as refusal:
+    with pytest.raises(ConfigError, match=r"^a\.b.* refers to \w+, which looks like the name of a secret") as refusal:
         with_overrides(values, overrides)
     assert "hunter2" not in str(refusal.value)
 

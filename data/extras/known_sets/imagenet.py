@@ -233,7 +233,9 @@ def validation_wnids(path: Path) -> list[str]:
                 wnid_of[int(synset["ILSVRC2012_ID"])] = str(synset["WNID"])
     # For a truncated file, scipy raises many kinds of exceptions.
     except (ValueError, TypeError, KeyError, IndexError, NotImplementedError, OSError) as error:
-        raise DataError(f"{path}: meta.mat has no table of synsets ({error}); download it again from {PAGE}") from None
+        raise DataError(
+            f"{path}: meta.mat has no table of synsets ({error}); download the devkit again from {PAGE}"
+        ) from None
     wnids = []
     unknown: set[str] = set()
     for word in contents[GROUND_TRUTH].split():
@@ -244,5 +246,7 @@ def validation_wnids(path: Path) -> list[str]:
             unknown.add(str(number))
     if unknown:
         names = preview(sorted(unknown))
-        raise DataError(f"{path}: {GROUND_TRUTH} has {names}, but meta.mat has no such class; download it again")
+        raise DataError(
+            f"{path}: {GROUND_TRUTH} has {names}, but meta.mat has no such class; download the devkit again"
+        )
     return wnids

@@ -174,7 +174,7 @@ def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
         while chunk := stream.read(CHUNK):
             if chunk.strip(b"\0"):
                 raise DataError(
-                    f"{name}: more data follows after the end of the tar\n"
+                    f"{name}: more data follows the end of the tar\n"
                     "  expected a single tar, but the file may contain several concatenated tars; download it again"
                 )
     if others:

@@ -105,8 +105,8 @@ def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], l
         wanted = "a column path" if unlabelled else "columns path and label"
         raise DataError(
             f"{path}: expected {wanted}, found {', '.join(columns) or 'no columns'}\n"
-            "  the first line of a CSV must be path,label; each other line describes an image, for example "
-            "cat/1.jpg,cat"
+            "  the first line of a CSV must be path,label; every further line describes one image, for "
+            "example cat/1.jpg,cat"
         )
     names = []
     labels = []

@@ -261,7 +261,7 @@ class SpareWorker:
         if failure.exit_code is None and self.deaths[step] < TRIES:
             self.context.log(
                 f"evaluation of step {step}: the spare worker failed ({failure.cause}), attempt {self.deaths[step]} of "
-                f"{TRIES}; training is not affected, and the evaluation is retried"
+                f"{TRIES}; training is not affected, and the evaluation will be retried"
             )
             return
         values: dict[str, float | int | str] = {"step": step, "error": failure.cause, "where": "spare"}

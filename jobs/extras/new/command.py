@@ -34,14 +34,18 @@ def new(
     ] = None,
     init: Annotated[
         str | None,
-        typer.Option(metavar="WEIGHTS", help="Fine-tune these weights, with the settings published for their kind."),
+        typer.Option(
+            metavar="WEIGHTS", help="Fine-tune these weights, using the settings published for this type of model."
+        ),
     ] = None,
     output: Annotated[
         str | None, typer.Option(metavar="FILE.yaml", help="Recipe to write; default: FOLDER.yaml.")
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(parser=minutes_of, metavar="MINUTES", help="Training time; default: 10, or 60 with a GPU."),
+        typer.Option(
+            parser=minutes_of, metavar="MINUTES", help="Training time in minutes; default: 10, or 60 with a GPU."
+        ),
     ] = None,
     unlabelled: Annotated[
         bool, typer.Option("--unlabelled", help="Ignore labels, and train by masked patch prediction.")

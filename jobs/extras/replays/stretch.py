@@ -116,7 +116,8 @@ class Replays:
         if first is None or last is None or first not in commits or last not in commits[1:]:
             listed = ", ".join(map(str, commits[-12:]))
             raise UsageError(
-                f"--from is {first} and --to is {last}, expected the steps of two commits of {self.name}: {listed}"
+                f"--from is {first} and --to is {last}, expected the steps of two committed checkpoints of "
+                f"{self.name}: {listed}"
             )
         if first >= last:
             raise UsageError(f"--from is {first} and --to is {last}, expected a later step for --to")

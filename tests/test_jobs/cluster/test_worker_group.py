@@ -577,7 +577,7 @@ def test_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> N
             ["unused GPUs: 2 of 8 in this machine; set cluster.workers.most=4"],
         ),
         (8, {"gpus_per_worker": 3, "workers": 2}, ["unused GPUs: 2 of 8 in this machine; too few for one more worker"]),
-        (1, {"workers": 4}, ["unused GPUs: 1 of 1 in this machine: the workers use the CPU; set"]),
+        (1, {"workers": 4}, ["unused GPUs: 1 of 1 in this machine: the workers use only the CPU; set"]),
     ],
 )
 def test_unused_gpus_are_counted_on_both_backends(gpus, cluster, said, two, restart, monkeypatch) -> None:
@@ -828,7 +828,7 @@ def test_idle_gpus_are_logged_once_and_the_start_line_names_the_device(recipe, m
     loaded = campaigns.load(recipe, ["pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1"])
     run_campaign(loaded, only="pretrain")
     out = capsys.readouterr().out
-    line = "unused GPUs: 8 of 8 in this machine: the workers use the CPU; set cluster.gpus_per_worker=1"
+    line = "unused GPUs: 8 of 8 in this machine: the workers use only the CPU; set cluster.gpus_per_worker=1"
     assert out.count(line) == out.count("unused") == 1
     assert "; 2 workers on cpu × micro_batch 4 × accumulation 2 = batch 16, 2 steps" in out
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA H100 80GB HBM3 {device.index}")

@@ -385,13 +385,13 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
         (
             ["run=~nobody-here/x"],
             78,
-            "run is ~nobody-here/x, but there is no such user\n  use the path",
+            "run is ~nobody-here/x, but there is no such user\n  use an absolute path",
         ),
         (["pretrain.steps=99999999999999999999"], 78, "expected at most 576,460,752,303,423,487 steps"),
         (["pretrain.model.name="], 78, "pretrain.model.name is null, expected a name like S/16, B/16"),
         (["pretrain.model.name=1"], 78, "pretrain.model.name is 1, expected a name like S/16, B/16"),
         (["fewshot.probe.shots=[1.5]"], 78, "fewshot.probe.shots is 1.5, expected a whole number"),
-        (["fewshot.preprocess=resize(0)"], 78, "fewshot: preprocess: preprocessing op resize(0): a side of 0 pixels"),
+        (["fewshot.preprocess=resize(0)"], 78, "fewshot: preprocess: preprocessing op resize(0) has a side of 0"),
         (
             ["pretrain.data.preprocess=resize(8)"],
             78,

@@ -145,7 +145,7 @@ def test_run_killed_during_a_save_resumes_on_another_machine_with_the_same_bits(
     proxy.fault = lambda path: chance.choice([500, "short"]) if chance.random() < 0.1 else None
     assert drive("two", f"run={run}").wait(600) == 0
     said = (tmp_path / "two.log").read_text()
-    assert "taking over the run: no lease renewal" in said
+    assert "taking over the run: process " in said
     assert "attempt 2: resumed from step 15 (attempt 1, 2 workers" in said
     assert outcome(folder_of(tmp_path / "two")) == outcome(tmp_path / "run")
     assert losses(folder_of(tmp_path / "two")) == losses(tmp_path / "run")
@@ -316,7 +316,7 @@ def test_run_is_taken_over_from_a_driver_with_a_dead_link_which_then_ends_with_7
         assert " on h0, started 20" in told
         assert "(that machine's clock); to resume, run python -m jobs run " in told
         second = drive("h1")
-        wait_for(log_of("h1"), "taking over the run: no lease renewal by process ")
+        wait_for(log_of("h1"), "taking over the run: process ")
         wait_for(log_of("h1"), "attempt 2: resumed from step ")
 
         network["h0"].mend()

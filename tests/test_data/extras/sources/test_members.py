@@ -42,7 +42,7 @@ def test_data_after_the_end_of_a_tar_and_a_damaged_header_are_rejected(tmp_path)
     damaged[plain.index(b"b.txt")] ^= 1
     page = b"<html>Please log in to download</html>" * 40
     for content, message in (
-        (plain + plain, "data follows after the end"),
+        (plain + plain, "data follows the end"),
         (damaged, "no valid tar header at byte"),
         (page, "no valid tar header at byte 0"),
     ):

@@ -134,7 +134,7 @@ def test_an_evaluator_that_dies_or_hangs_does_not_affect_training(how, cause, lo
     assert evaluated(run) == evaluated(loop)
     assert where(run)[16] == "spare"
     assert f"evaluate step 16: the spare worker failed ({cause}" in output_of(run), output_of(run)
-    assert "try 1 of 3" in output_of(run)
+    assert "attempt 1 of 3" in output_of(run)
     assert "restarting" not in output_of(run)
     assert len(list(run.parent.glob("struck-*"))) == 1
     assert not (stage(run) / "incidents.txt").exists()
@@ -383,7 +383,7 @@ def test_an_evaluation_is_retried_after_a_death_or_lost_resources_but_not_after_
         made.evaluations.poll()
     assert made.answers() == {10: "evaluate"}
     assert "postponed, because another job needs the resources" in made.log_lines[0]
-    assert "try 1 of 3" in made.log_lines[1]
+    assert "attempt 1 of 3" in made.log_lines[1]
     made.commit(20)
     made.evaluations.poll()
     assert made.answers() == {20: "evaluate_failed"}

@@ -27,11 +27,11 @@ def test_steps_between_two_commits_can_be_repeated(first, last, replays) -> None
 @pytest.mark.parametrize(
     ("first", "last", "message"),
     [
-        (4, 16, "--from is 4 and --to is 16, expected the steps of two commits of pretrain: 0, 8, 16"),
-        (8, 12, "--from is 8 and --to is 12, expected the steps of two commits"),
-        (None, 16, "--from is None and --to is 16, expected the steps of two commits"),
-        (8, None, "--from is 8 and --to is None, expected the steps of two commits"),
-        (0, 0, "--from is 0 and --to is 0, expected the steps of two commits"),
+        (4, 16, "--from is 4 and --to is 16, expected the steps of two committed checkpoints of pretrain: 0, 8, 16"),
+        (8, 12, "--from is 8 and --to is 12, expected the steps of two committed checkpoints"),
+        (None, 16, "--from is None and --to is 16, expected the steps of two committed checkpoints"),
+        (8, None, "--from is 8 and --to is None, expected the steps of two committed checkpoints"),
+        (0, 0, "--from is 0 and --to is 0, expected the steps of two committed checkpoints"),
         (8, 8, "--from is 8 and --to is 8, expected a later step"),
         (16, 8, "--from is 16 and --to is 8, expected a later step"),
     ],
