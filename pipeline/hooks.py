@@ -29,7 +29,7 @@ HookOptions = Mapping[str, Mapping[str, Any]]  # "module:Class" → arguments of
 
 
 class ExportChoice(TypedDict):
-    """The step whose weights a stage exports instead of the last step's, and the metric value behind this choice."""
+    """The step whose weights a stage exports instead of the last step's, and the metric value that determined it."""
 
     metric: str
     value: float

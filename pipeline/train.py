@@ -48,7 +48,7 @@ BAD_GRACE = 10_000  # until this many samples were seen, max_bad_fraction is rel
 
 
 class ChosenWeights(TypedDict):
-    """The step whose weights a stage exports instead of the last step's, and the metric value behind this choice."""
+    """The step whose weights a stage exports instead of the last step's, and the metric value that determined it."""
 
     metric: str
     value: float

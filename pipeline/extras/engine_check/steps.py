@@ -30,7 +30,7 @@ from pipeline.extras.engine_check.models import CLASSES, CheckedModel
 from pipeline.optimization import OptimConfig
 from pipeline.training_config import TrainConfig
 
-STEPS = 2  # the second shows what the first left behind
+STEPS = 2  # the second starts from the state that the first has left
 ACCUMULATION = 2  # micro-batches of a worker in a step
 MICRO_BATCH = 2
 RATE = 1e-2  # learning rate
