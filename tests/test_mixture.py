@@ -16,11 +16,10 @@ from data.index.index import exclude, join
 from data.loader import TrainLoader
 from data.order import Ledger, Mixture
 from jobs.__main__ import main
-from pipeline import config
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints import reader as checkpoint_reader
+from pipeline.extras.recorded_config import recorded_config
 from pipeline.extras.replays.batch import rebuild
-from pipeline.training_config import TrainConfig
 from pipeline.training_data import training_order
 from tests.support import campaigns
 
@@ -82,7 +81,7 @@ def test_a_mixture_trains_on_its_exact_shares_and_resumes_as_if_never_stopped(mi
     assert len(np.unique(ids, axis=0)) == len(ids), "no sample comes twice in a pass over its set"
 
     task = json.loads((folder / "task.json").read_text())
-    cfg = config.build(TrainConfig, task["config"], "config")
+    cfg = recorded_config(task)
     trained = training_order(cfg, [load_index(path) for path in task["job"]["train"]])
     _, labels, _, bad, _ = rebuild(cfg, *trained, 16, 7)
     assert ((labels[:, 0] >= 5) == high[7]).all()
@@ -136,7 +135,7 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
 def test_dropped_shard_needs_a_unique_end_of_its_path(shards, tmp_path):
     shutil.copytree(shards / "train", tmp_path / "other" / "train")
     sets = [load_index(shards / "train"), load_index(tmp_path / "other" / "train")]
-    with pytest.raises(DataError, match=r"2 shards match train-000000\.tar, expected one"):
+    with pytest.raises(DataError, match=r"2 shards match train-000000\.tar, expected exactly one"):
         exclude(sets, ["train-000000.tar"])
     first, second = exclude(sets, ["other/train/train-000000.tar"])
     assert first == sets[0]

@@ -359,8 +359,8 @@ def check_kept(url: str) -> None:
         raise DataError(f"{redacted(url)} has no bucket or host; expected a URL like s3://bucket/train")
     if redacted(url) != url:
         raise DataError(
-            f"{redacted(url)}: the index would store the password or signature in this URL; pass the secret in the "
-            "environment"
+            f"{redacted(url)}: the index would store the password or signature in this URL; pass the "
+            "credentials in the environment"
         )
     if "//" in url.partition("://")[2]:
         raise DataError(f"{url}: some clients treat two consecutive slashes as one; store the shards under another key")

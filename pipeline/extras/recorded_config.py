@@ -13,6 +13,7 @@ HOOKS_OF_KEYS = {
     "pipeline.extras.async_evaluator:AsyncEvaluation": {"evaluate_on"},
     "pipeline.extras.best:KeepBest": {"keep_best", "patience"},
     "pipeline.extras.replays.spikes:SpikeSearch": {"health"},
+    "pipeline.extras.engine_check.hook:EngineCheck": {"check_engine"},
 }
 REMOVED_KEYS = ("activation_gb",)  # removed keys, null in almost all old records
 

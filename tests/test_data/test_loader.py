@@ -234,7 +234,7 @@ def test_bad_samples_are_replaced_by_the_next_of_their_lane_and_reported(tmp_pat
 def test_a_set_without_a_good_sample_stops_with_a_data_error(tmp_path):
     index = pack([Sample(f"s{n}", b"junk", (0,)) for n in range(5)], tmp_path)
     order = Order(index.shard_samples, seed=0, batch_size=4)
-    with pytest.raises(DataError, match="consecutive bad samples"):
+    with pytest.raises(DataError, match="100 consecutive samples cannot be used"):
         next(iter(TrainLoader(index, order, image_size=16, slots=range(4), micro_batch=4)))
 
 

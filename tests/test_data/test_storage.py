@@ -199,7 +199,7 @@ def test_missing_or_truncated_file_falls_back_to_the_previous_save(group, run, b
     chosen, said = start(run, tmp_path / "other", monkeypatch)
     assert_is_step(chosen, 20)
     assert "4 bytes, expected " in said[0]
-    assert "missing ['rank-00000.safetensors']" in said[1]
+    assert "missing files: ['rank-00000.safetensors']" in said[1]
 
 
 def test_transfer_that_flips_a_bit_is_repeated_and_nothing_set_aside(group, run, tmp_path, monkeypatch) -> None:
@@ -609,7 +609,7 @@ def test_status_and_checkpoints_read_a_run_in_a_store(group, run, bucket, tmp_pa
     bucket.put_object(Key=f"{prefix}/{key(20, 'rank-00001.safetensors')}", Body=b"half")
     assert main(["checkpoints", "verify", f"{run}/{STAGE}"]) == 74
     said = capsys.readouterr().out
-    assert f"step-0000000020-000001  DAMAGED: {run}/{key(20, 'rank-00001.safetensors')}: 4 bytes" in said
+    assert f"step-0000000020-000001  DAMAGED: {run}/{key(20, 'rank-00001.safetensors')} has 4 bytes" in said
     assert "step-0000000010-000001  intact" in said
     # A bad checkpoint must not cause the deletion of a good one.
     assert main(["checkpoints", "prune", run]) == 74

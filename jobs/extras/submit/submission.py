@@ -457,7 +457,7 @@ def stop_holder(storage: Storage, seen: SeenLease, log: Callable[[str], None], p
                 f"  to stop it for good, run on {seen.record['host']}: {words} {name}"
             )
     storage.put(STOP.format(seen.number), b"")
-    log(f"requested that {seen.holder} commit and stop; waiting up to {patience_s:.0f} s")
+    log(f"asked {seen.holder} to commit and stop; waiting up to {patience_s:.0f} s")
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         state, now = holder_state(storage, log)

@@ -489,7 +489,7 @@ def test_subset_of_remote_tars_names_their_url(tmp_path, parent, monkeypatch):
     [
         ({}, "the subset has no rule"),
         ({"shots": 3}, "shots needs a seed"),
-        ({"seed": 3, "keep": [1]}, "without shots or part"),
+        ({"seed": 3, "keep": [1]}, "neither shots nor part"),
         ({"shots": 0, "seed": 0}, "expected 1 or more"),
     ],
 )
@@ -537,7 +537,7 @@ def test_leaks_document_names_only_the_samples_of_this_set(tmp_path, parent):
     few = make_subset(parent, tmp_path / "few", Rule(part=":7"))
     assert chosen(few, tmp_path / "t", but=str(path)) == [0, 2, 3, 4, 5, 6]
     fewer = make_subset(few, tmp_path / "fewer", Rule(part=":3"))
-    with pytest.raises(DataError, match=f"this set has {fewer.digest[:12]}"):
+    with pytest.raises(DataError, match=f"the digest of this one is {fewer.digest[:12]}"):
         make_subset(fewer, tmp_path / "u", Rule(but=str(path)))
     # Pairs with samples unknown to the set are rejected, and so are documents altered after sealing.
     path.write_text(seal(document | {"pairs": [pair("train-000000.tar", "s24", 1)]}))

@@ -426,8 +426,8 @@ def test_missing_gpu_is_reported_with_advice(backend, restart, tmp_path) -> None
     cluster = ClusterConfig(workers=2, gpus_per_worker=32, backend=backend)
     with pytest.raises(
         ClusterError,
-        match=r"(of 2 workers with 1 CPUs and 32 GPUs each|need 64 GPUs)[\s\S]*\n  .*"
-        "(set|use a smaller) cluster.workers",
+        match=r"(of 2 workers, which need 1 CPUs and 32 GPUs each|expected at least 64 GPUs)[\s\S]*\n  .*"
+        "(set cluster.gpus_per_worker=0|use a smaller cluster.workers)",
     ):
         run(worker_functions.add_ranks, {"x": 0}, cluster, tmp_path)
 

@@ -47,7 +47,7 @@ def test_plan_counts_dropped_tokens_and_lists_the_phases(recipe):
         ),
         ((*TOKEN_DROPPING, "pretrain.thinning.image_sizes=[24]"), "below model.image_size 24, for example 16"),
         ((*TOKEN_DROPPING, "pretrain.model.positions=relative"), "relative positions"),
-        ((*TOKEN_DROPPING, "pretrain.model.positions_at=every"), "every layer adds positions"),
+        ((*TOKEN_DROPPING, "pretrain.model.positions_at=every"), "every layer adds its positions"),
         (
             (*TOKEN_DROPPING, "pretrain.model.name=Axial-mu/8"),
             "classification with plain or hybrid ViTs; found family axial",

@@ -121,7 +121,7 @@ def test_renaming_merges_classes_but_equal_names_of_the_source_stay_separate():
     cranes = ("crane", "heron", "crane")
     assert number(cranes).ids is None
     assert number(cranes, cranes).ids is None
-    with pytest.raises(DataError, match=r"lacks 1 of the 1 classes here: 'crane'"):
+    with pytest.raises(DataError, match=r"1 of its 1 classes are not in the class list: 'crane'"):
         number(("crane",), ("heron", "crane", "crane"))
     with pytest.raises(DataError, match=r"sample a has label 3, but there are 2 class names"):
         number((), ("a", "b")).labels((3,), "a")

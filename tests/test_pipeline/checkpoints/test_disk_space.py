@@ -61,13 +61,13 @@ def test_disk_too_small_for_the_checkpoints_is_refused_before_the_run(tmp_path: 
     size_kb = 3 * 12 * parameters() // 1000  # three checkpoints fit; keep=3 needs four, and the weights
     said = on_a_disk(size_kb, "$run; echo code $?; $status; ls $disk/run/pretrain-*", tmp_path, shards)
     assert "code 74" in said, said
-    needed = re.search(r"error: ([\d.]+) MB needed under (\S+) \(4 checkpoints of .* ([\d.]+) (k|M)B free", said)
+    needed = re.search(r"error: ([\d.]+) MB are needed under (\S+) \(4 check.* ([\d.]+) (k|M)B are free", said)
     assert needed is not None, said
     # Four checkpoints and the weights, calculated by hand; each checkpoint has a few kB of headers.
     assert float(needed[1]) == pytest.approx((4 * 12 + 4) * parameters() / 1e6, rel=0.1)
     assert needed[2].startswith(str(tmp_path / "disk/run/pretrain-"))
     assert "lower keep, or use another disk: run=/elsewhere" in said
-    assert f"{needed[1]} MB needed under" in said.partition("code 74")[2], "status tells the same"
+    assert f"{needed[1]} MB are needed under" in said.partition("code 74")[2], "status tells the same"
     assert "attempts" not in said.partition("code 74")[2], "no worker was started"
 
 

@@ -70,7 +70,7 @@ def test_auto_and_values_equal_to_the_recipe_change_nothing(content: dict[str, A
         ),
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size is 0\n  DeepSpeed says: "),
         ({"zero_optimization": {"overlap_comm": "perhaps"}}, "overlap_comm is 'perhaps'\n  DeepSpeed says: "),
-        ({"zero_optimization": True}, "zero_optimization is True\n  expected a mapping"),
+        ({"zero_optimization": True}, "zero_optimization is True\n  replace this entry by a mapping"),
         ({"gradient_accumulation_steps": 3}, "is 3 in your file, but 2 in the recipe"),
         (
             {"communication_data_type": "bf16"},
@@ -80,7 +80,7 @@ def test_auto_and_values_equal_to_the_recipe_change_nothing(content: dict[str, A
             {"timers": {"throughput": {"enabled": True}}},
             "DeepSpeed's timer would make the host wait twice per micro-batch",
         ),
-        ({"xyzzy": 1}, "xyzzy is not allowed\n  expected only zero_optimization, with any of the keys overlap_comm"),
+        ({"xyzzy": 1}, "xyzzy is not allowed\n  remove it; expected only zero_optimization, with any of the keys"),
         ([], "does not contain a mapping"),
     ],
 )

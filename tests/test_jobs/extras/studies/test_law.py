@@ -135,7 +135,7 @@ NEXT = {"kind": "pretrain", "init": "@trunk", "begin": 16, "steps": 24, "law": "
         ({"apart.begin": 8, "apart.init": "other/trunk"}, "apart.begin: init is other/trunk, expected a stage of th"),
         ({"cool.optim": {"schedule": {"cooldown_steps": 12}}}, "the learning rate of step 8 is 0.003 in trunk, but"),
         ({"cool.init": "@far"}, "cool.init is @far, the table of a sweep"),
-        ({"apart.begin": 8}, "begin is 8, a step of the stage in init, but init is not set"),
+        ({"apart.begin": 8}, "begin is 8, which is a step of the stage in init, but init is not set"),
         ({**law_of("seconds"), "next": NEXT}, "@curves/figure.json needs seconds, which is unknown until"),
         ({**law_of("samples", y="5shot"), "next": NEXT}, "predicts 5shot, which the stage does not report"),
         ({"next": {**NEXT, "law": "@trunk/figure.json"}}, "next.law: @trunk/figure.json has no fit\n  expected @FIG"),

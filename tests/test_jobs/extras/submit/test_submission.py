@@ -37,6 +37,7 @@ from pipeline.recipe import read_recipe
 from tests.support import leases
 from tests.support.campaigns import KINDS
 
+JOB = submission.RayJob("digits-001-4f1a", "runs/digits", "PENDING", 1.0, None)
 TRAIN = """
 import signal, sys, time
 def stop(number, frame):
@@ -364,7 +365,12 @@ def test_secret_in_the_environment_is_refused() -> None:
 
 def test_submit_passes_variables_on_and_refuses_one_without_a_value(monkeypatch, capsys) -> None:
     asked: list[dict[str, str]] = []
-    monkeypatch.setattr(submission, "submit", lambda run, command, environment: asked.append(environment))
+
+    def submit(run: str, command: list[str], environment: dict[str, str], shows_command: bool) -> submission.RayJob:
+        asked.append(environment)
+        return JOB
+
+    monkeypatch.setattr(submission, "submit", submit)
     words = ["submit", "digits", "--env", "NCCL_DEBUG=INFO", "--env", "A=b=c"]
     assert main(words) == 0
     del asked[0][VARIABLE]
@@ -389,9 +395,12 @@ def test_submitted_recipe_from_any_folder_is_the_same_campaign(recipe, shards, t
     monkeypatch.chdir(home)
     monkeypatch.setenv("LR", "3e-3")
     asked: list[tuple[str, list[str], dict[str, str]]] = []
-    monkeypatch.setattr(
-        submission, "submit", lambda run, command, environment: asked.append((run, command, environment))
-    )
+
+    def submit(run: str, command: list[str], environment: dict[str, str], shows_command: bool) -> submission.RayJob:
+        asked.append((run, command, environment))
+        return JOB
+
+    monkeypatch.setattr(submission, "submit", submit)
     assert main(["submit", "mine.yaml", *words]) == 0
     here = load_campaign("mine.yaml", words, KINDS)
     changed = "pretrain.data.train, finetune.data.train, finetune.deepspeed, fewshot.probe.train, photos.sets.a.path"
