@@ -541,7 +541,7 @@ def test_leaks_document_names_only_the_samples_of_this_set(tmp_path, parent):
         make_subset(fewer, tmp_path / "u", Rule(but=str(path)))
     # Pairs with samples unknown to the set are rejected, and so are documents altered after sealing.
     path.write_text(seal(document | {"pairs": [pair("train-000000.tar", "s24", 1)]}))
-    with pytest.raises(DataError, match=r"1 of its 1 samples are not in .*s24"):
+    with pytest.raises(DataError, match=r"1 of the 1 listed samples are not in .*s24"):
         make_subset(parent, tmp_path / "v", Rule(but=str(path)))
     for text, reason in (
         (json.dumps(document), "it does not end with"),

@@ -282,8 +282,8 @@ def test_run_equals_a_plain_loop_and_batches_are_shown_at_their_sizes(recipe, sh
     cfg = campaigns.load(recipe, list(THINNED)).stage("pretrain").config
     assert losses_of(folder) == pytest.approx(losses_of_a_plain_loop(shards, cfg), abs=2e-5)
     # The log counts steps from 1.
-    assert "16 samples of 16×16" in "\n".join(replay(str(folder), "step=10", None).lines())
-    assert "16 samples of 24×24" in "\n".join(replay(str(folder), "step=11", None).lines())
+    assert "16 samples of 16×16" in "\n".join(replay(str(folder), "step=10", None)["report"])
+    assert "16 samples of 24×24" in "\n".join(replay(str(folder), "step=11", None)["report"])
 
 
 @pytest.mark.slow
