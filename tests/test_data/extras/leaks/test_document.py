@@ -8,7 +8,7 @@ import pytest
 
 from data.errors import DataError
 from data.extras.leaks.document import Compared, Leaks, Pair, in_pairs, read_leaks, write_leaks
-from data.seal import seal
+from data.seal import seal, unseal
 from data.shards.packing import pack
 from data.shards.subset import Rule
 from data.sources.samples import Sample
@@ -52,6 +52,19 @@ def test_leaked_samples_are_marked_in_the_order_of_the_set(tmp_path):
     assert keys == b"s2 s3 s4 s5 s6 s7".split()
     with pytest.raises(DataError, match=rf"{train.digest[:12]}.*is not one of the test sets in leaks.json"):
         in_pairs(leaks, train, "test")
+
+
+def test_pairs_of_a_document_without_set_numbers_belong_to_the_first_sets(tmp_path):
+    pair = Pair(("t-000000.tar", "s1"), ("t-000001.tar", "s4"), "exact", 0.0)
+    sets = (Compared("first", "a" * 64), Compared("second", "b" * 64))
+    write_leaks(tmp_path / "leaks.json", Leaks(sets, sets, (pair,), {}))
+    content = unseal((tmp_path / "leaks.json").read_bytes())
+    for entry in content["pairs"]:
+        entry.pop("train_set", None)
+        entry.pop("test_set", None)
+    (tmp_path / "leaks.json").write_text(seal(content))
+    [read] = read_leaks(tmp_path / "leaks.json").pairs
+    assert (read.train_set, read.test_set) == (0, 0)
 
 
 def test_document_with_any_changed_bit_is_rejected(tmp_path):

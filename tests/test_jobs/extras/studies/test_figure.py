@@ -11,7 +11,7 @@ import pytest
 import models
 from data.errors import ConfigError, DataError
 from jobs.extras.studies import figure
-from jobs.resolved_recipe import Context
+from jobs.resolved_recipe import Available, Context
 from pipeline import artifacts, config
 from tests.support import campaigns
 
@@ -186,6 +186,13 @@ def test_an_impossible_figure_is_refused_by_name(section, message, tables, tmp_p
 
 
 @pytest.mark.skipif(not SPEC.exists(), reason="the paper's tables are not available")
+def test_a_law_over_stages_that_do_not_train_is_not_refused_before_the_runs():
+    overrides = ["graph.kind=figure", "graph.tables.t=@evaluate", "graph.x=samples", "graph.fit=[samples]"]
+    campaign = campaigns.load(Path(__file__).parents[4] / "jobs" / "recipes" / "cifar10.yaml", overrides)
+    stage = campaign.stage("graph")
+    assert list(stage.kind.checks(stage, Available(campaign))) == []
+
+
 def test_the_published_values_equal_those_in_the_paper():
     """Every number of paper.csv is in its table in SPEC.md, except for our own axes such as images."""
     spec = SPEC.read_text()
