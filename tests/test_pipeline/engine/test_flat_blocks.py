@@ -225,7 +225,8 @@ def switched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, 
     return results
 
 
-@pytest.mark.timeout(600)  # compiling takes minutes on a busy machine
+@pytest.mark.slow  # compiling takes half a minute, and minutes on a busy machine
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SWITCHES)
 def test_models_with_switches_train_like_plain_torch_in_exact_mode_and_compiled(switched, name):
     number = list(SWITCHES).index(name)
