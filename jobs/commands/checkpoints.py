@@ -13,6 +13,7 @@ from data.errors import CheckpointError, UsageError
 from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug
 from jobs.commands.stored_runs import OpenedRun, opened
+from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.checkpoints.needed import needed_steps
 from pipeline.checkpoints.stage_checkpoints import MIN_KEPT, StageCheckpoints
@@ -118,12 +119,8 @@ def prune(path: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Deb
             if (folder / artifacts.TASK).exists():
                 metric = artifacts.read_record(folder / artifacts.TASK)["config"].get("keep_best")
             needed = needed_steps(folder, metric, checkpoints.committed_steps)
-            deleted[checkpoints.stage] = list(checkpoints.prune(keep, keep_every, needed))
-        return Answer({"run": run.storage.address(), "deleted": deleted}, deleted_lines)
-
-
-def deleted_lines(document: Document) -> Iterator[str]:
-    """Yield the lines of `checkpoints prune`."""
-    for stage, names in document["deleted"].items():
-        for name in names:
-            yield f"{stage}: {name} deleted"
+            deleted[checkpoints.stage] = checkpoints.prune(keep, keep_every, needed)
+            # Now, because the next stage may fail: what is gone must have been reported.
+            for name in deleted[checkpoints.stage]:
+                echo(f"{checkpoints.stage}: {name} deleted")
+        return Answer({"run": run.storage.address(), "deleted": deleted})

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from data.storage import Folder
 from jobs.__main__ import main
 from pipeline.checkpoints import saver
 from pipeline.checkpoints.manifest import committed
@@ -75,6 +76,30 @@ def test_prune_deletes_nothing_if_another_stage_has_a_bad_checkpoint(run, tmp_pa
     good = (tmp_path / "good" / "stage").rename(run / "a-12345678")
     assert main(["checkpoints", "prune", str(run), "--keep", "2"]) == 74
     assert len(committed(good / "checkpoints")) == 3, "its name comes first"
+
+
+def test_deletions_in_one_stage_are_reported_even_if_the_next_stage_fails(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(saver, "dist", saver.dist)  # restored after the test, because WorkerGroup replaces it
+    run = tmp_path / "run"
+    run.mkdir()
+    for stage in ("a-12345678", "b-12345678"):
+        group = WorkerGroup(tmp_path / stage)
+        for step in (4, 8, 12):
+            group.save(step)
+        (tmp_path / stage / "stage").rename(run / stage)
+    delete_set = Folder.delete_set
+
+    def failing(storage: Folder, folder: str, name: str) -> Path | None:
+        if folder.startswith("b-"):
+            raise OSError("the disk fails")
+        return delete_set(storage, folder, name)
+
+    monkeypatch.setattr(Folder, "delete_set", failing)
+    assert main(["checkpoints", "prune", str(run), "--keep", "2"]) == 74
+    printed = capsys.readouterr()
+    assert "a-12345678: step-0000000004 deleted" in printed.out
+    assert "the disk fails" in printed.err
+    assert len(committed(run / "a-12345678" / "checkpoints")) == 2
 
 
 def test_a_folder_without_checkpoints_is_refused(run) -> None:
