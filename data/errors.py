@@ -100,12 +100,6 @@ class CorruptWorker(PatchlineError):
     exit_code = None  # ends the attempt, but not the stage
 
 
-class UndecidedAudit(PatchlineError):
-    """Repetitions of a computation differ, and no majority shows which worker is wrong; no node is excluded."""
-
-    exit_code = None  # ends the attempt, but not the stage
-
-
 class RolledBack(PatchlineError):
     """Too many consecutive steps were non-finite; the next attempt resumes from the last checkpoint and skips them."""
 

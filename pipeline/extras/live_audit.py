@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.errors import CorruptWorker, UndecidedAudit
+from data.errors import CorruptWorker, PatchlineError
 from data.loader import Batch, prefetched_to_device
 from pipeline import config
 from pipeline.batches import OBJECTIVES, begin_forward, planned_ids, samples_in_mean, without_rows
@@ -45,6 +45,12 @@ if TYPE_CHECKING:
 SLICE = 16  # a drawn step repeats the update of one sixteenth of each flat tensor
 SMALLEST_SLICE = 64  # elements
 AVERAGE = "average"  # changes after the optimizer's step, so it is not compared
+
+
+class UndecidedAudit(PatchlineError):
+    """Repetitions of a computation differ, and no majority shows which worker is wrong; no node is excluded."""
+
+    exit_code = None  # ends the attempt, but not the stage
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,7 @@ class LiveAudit(Hook):
         self.engine: ExactEngine = worker.engine
         self.rank = worker.group.rank
         self.world = worker.group.world
+        self.state_names = [name for name in self.engine.state_names if name != AVERAGE]
         self.names = [*(f"gradient of {name}" for name in self.engine.sizes), "loss"]
         self.drawn: Draw | None = None
         self.updates: list[Update] = []
@@ -198,7 +205,7 @@ class LiveAudit(Hook):
     def states(self, flat: Tensor) -> list[Tensor]:
         """Return the optimizer's moments for a flat tensor."""
         state = self.engine.state.optimizer.state[flat]
-        return [state[name] for name in self.engine.state_names if name != AVERAGE]
+        return [state[name] for name in self.state_names]
 
     def settle(self) -> None:
         """Collective: compare a drawn step's updates with a repetition, and check that the state has not changed since.
@@ -209,7 +216,7 @@ class LiveAudit(Hook):
             return
         updates = self.updates
         self.updates = []
-        kinds = ["weight", *(name for name in self.engine.state_names if name != AVERAGE)]
+        kinds = ["weight", *self.state_names]
         # 1. The repetition on another worker, from copies of the values before the update.
         given = torch.cat([tensor for update in updates for tensor in update.before])
         given_of_all = gathered(given, self.world)
@@ -235,12 +242,11 @@ class LiveAudit(Hook):
     def repeated(self, updates: Sequence[Update], given: Tensor) -> list[Tensor]:
         """Repeat updates, starting from the values before them; return the resulting master weights and moments."""
         optimizer = self.engine.state.optimizer
-        state_names = [name for name in self.engine.state_names if name != AVERAGE]
         results = []
         values = iter(given.split([len(tensor) for update in updates for tensor in update.before]))
         for update in updates:
             master, gradient = next(values).clone(), next(values).clone()
-            state = {name: next(values).clone() for name in state_names}
+            state = {name: next(values).clone() for name in self.state_names}
             options = {name: value for name, value in update.options.items() if name != "step"}
             master.grad = gradient
             # The class and its options are those of the run's optimizer, but without its hooks.
@@ -253,7 +259,7 @@ class LiveAudit(Hook):
             if update.options["step"] is not None:
                 alone.state[master]["step"] = update.options["step"].clone()
             alone.step()
-            results += [master, *(alone.state[master][name] for name in state_names)]
+            results += [master, *(alone.state[master][name] for name in self.state_names)]
         return results
 
     def parameter(self, update: Update) -> str:

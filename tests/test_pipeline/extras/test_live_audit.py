@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from benchmarks import live_audit as bench
-from data.errors import ConfigError, CorruptWorker, UndecidedAudit
+from data.errors import ConfigError, CorruptWorker
 from data.shards.packing import pack
 from data.sources.samples import digits
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.checkpoints.manifest import committed, step_of
-from pipeline.extras.live_audit import Draw, LiveAudit, draw, verdict
+from pipeline.extras.live_audit import Draw, LiveAudit, UndecidedAudit, draw, verdict
 from pipeline.extras.replays.spikes import HealthConfig, SpikeConfig
 from tests.support import audited_runs
 
