@@ -106,11 +106,11 @@ def sweep(run: Path) -> None:
 
 def start_workers(cluster: ClusterConfig, log: RunLog) -> None:
     """Start or join the Ray cluster, or start the fork server if workers are plain processes."""
-    if cluster.backend == "processes":
-        check_gpus(cluster, cluster.least)  # before images are packed
     # Importing the training code takes a second, mostly for torch. Meanwhile the fork server, or the processes of an
     # embedded Ray cluster, start on another core.
     start_early(cluster)
+    if cluster.backend == "processes":
+        check_gpus(cluster, cluster.least)  # before images are packed
     import_module("pipeline.train")
     if cluster.backend == "ray":
         info = connect(cluster)

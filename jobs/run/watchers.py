@@ -6,7 +6,8 @@
 
     run_campaign(campaign, watchers=[Killer(), "jobs.extras.report.page_watcher:PageWatcher"])
 
-Each command calls, in this order: 1. `started`, after the command has acquired the run's lease;
+Each command calls, in this order:
+1. `started`, after the command has acquired the run's lease;
 2. for each stage, unless it is skipped: `stage`, then `status` about twice a second while its workers run. The
    first message of a stage has the state "waiting", and the last message the state "ended";
 3. `ended`, after status.json was written. It is not called if another command has taken over the run;
