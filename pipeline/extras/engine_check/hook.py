@@ -127,7 +127,7 @@ def conditions_of(worker: "Setup") -> dict[str, Any]:
 def read_passed(path: Path) -> dict[str, Any]:
     """Return the checks that this run has passed, by digest of their conditions; {} if no record can be read."""
     try:
-        return dict(read_record(path)["passed"])
+        return dict(read_record(path).get("passed", {}))
     except (DataError, OSError):
         return {}
 

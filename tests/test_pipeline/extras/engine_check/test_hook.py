@@ -7,6 +7,7 @@ import pytest
 
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
+from pipeline.artifacts import write_record
 from tests.support import engine_checks
 
 
@@ -43,4 +44,6 @@ def test_missing_or_damaged_record_means_that_nothing_has_passed(tmp_path: Path)
 
     assert read_passed(tmp_path / RECORD) == {}
     (tmp_path / RECORD).write_text("{")
+    assert read_passed(tmp_path / RECORD) == {}
+    write_record(tmp_path / RECORD, {"failed": {}})  # of another version
     assert read_passed(tmp_path / RECORD) == {}
