@@ -18,7 +18,6 @@ The token is HF_TOKEN in the environment, and is sent only to the Hub (HF_ENDPOI
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from data.checks import redacted
 from data.errors import DataError, StorageError
 from data.files import write_atomically
 from data.remote.urls import DENIALS, Refused, Throttled, request_https
+from data.seal import Unsealed, seal, unseal
 
 if TYPE_CHECKING:
     from huggingface_hub import HfFileSystem
@@ -93,18 +93,25 @@ def pin(url: str, folder: Path, with_retries: Callable[[str, Callable[[], str]],
     """Replace the revision in a URL with its commit: the commit recorded in `folder`, or else the current one.
 
     The commit is then recorded in `folder`. `with_retries` calls a function, with retries. Raises DataError if the data
-    set or its revision does not exist, or StorageError if the data set is gated and the token has no access.
+    set or its revision does not exist or if the record is damaged, or StorageError if the data set is gated and the
+    token has no access.
     """
     parts = parsed(url)
     name = f"datasets/{parts.id}@{parts.revision or 'main'}"
     record = folder / PINS
     pins: dict[str, str] = {}
     if record.exists():
-        pins = json.loads(record.read_text())
+        try:
+            pins = unseal(record.read_bytes())
+        except Unsealed as error:
+            raise DataError(
+                f"{record}: {error}, so the commit that was read before is unknown\n"
+                "  restore the file; or delete it to read the current commit, then run the same command again"
+            ) from None
     if not COMMIT.fullmatch(pins.get(name, "")):
         pins[name] = with_retries(url, partial(commit_of, url, timeout_s))
         record.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(record, json.dumps(pins, indent=1) + "\n")
+        write_atomically(record, seal(pins))
     return f"hf://datasets/{parts.id}@{pins[name]}/{parts.path_in_repo}".rstrip("/")
 
 

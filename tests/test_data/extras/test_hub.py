@@ -3,7 +3,6 @@
 The Hub is emulated on loopback (tests/support/hub.py); huggingface_hub and our reader are the real ones.
 """
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,12 +13,14 @@ import pytest
 import torch
 
 from data.errors import DataError, StorageError
+from data.extras.hub import pin
 from data.index.index import Index
 from data.loader import TrainLoader
 from data.order import Order
 from data.remote.cache import Cache
 from data.remote.config import CacheConfig
 from data.remote.urls import Refused, read_range
+from data.seal import unseal
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.sources.samples import digits
@@ -78,10 +79,22 @@ def test_readers_keep_the_commit_of_the_first_index_after_the_branch_has_moved(s
     server.commits[SECOND] = files
     server.main = SECOND
     assert index.directory == f"{SET}@{FIRST}/train"
-    assert json.loads((tmp_path / "hub.json").read_text()) == {"datasets/me/photos@main": FIRST}
+    assert unseal((tmp_path / "hub.json").read_bytes()) == {"datasets/me/photos@main": FIRST}
     assert build_index(f"{SET}/train/*.tar", output=tmp_path, name="train").digest == local.digest
     assert len(build_index(f"{SET}/train/*.tar", output=tmp_path / "new", name="train").shards) == 3
     assert build_index(f"{SET}@{FIRST}/train", output=tmp_path / "old", name="train").digest == local.digest
+
+
+def test_damaged_record_of_the_commit_is_refused_and_never_replaced(server, local, tmp_path) -> None:
+    build_index(f"{SET}/train/*.tar", output=tmp_path, name="train")
+    record = tmp_path / "hub.json"
+    whole = record.read_bytes()
+    server.requests.clear()
+    for place in range(len(whole)):
+        record.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(DataError, match=r"hub\.json: .*\n  restore the file; or delete it"):
+            pin(f"{SET}/train/*.tar", tmp_path, lambda url, ask: ask(), 30.0)
+    assert not server.requests, "no commit was requested in place of the recorded one"
 
 
 def test_index_of_local_tars_that_runs_read_from_the_hub_names_its_commit(server, local, tmp_path) -> None:

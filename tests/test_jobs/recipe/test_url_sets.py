@@ -10,6 +10,7 @@ import pytest
 from data.errors import ConfigError
 from data.index.index import Index
 from data.remote import cache
+from data.seal import unseal
 from data.shards.packing import pack
 from data.sources.samples import digits
 from jobs.__main__ import main
@@ -151,7 +152,7 @@ def test_run_on_urls_of_the_hub_has_the_ledger_of_local_files_and_hides_the_toke
     (done,) = remote.glob("pretrain-index-????????/done.json")
     record = json.loads(done.read_text())
     assert record["sets"]["train"]["source"] == f"hf://datasets/me/photos@{server.main}/train/*.tar"
-    assert json.loads((done.parent / "hub.json").read_text()) == {"datasets/me/photos@main": server.main}
+    assert unseal((done.parent / "hub.json").read_bytes()) == {"datasets/me/photos@main": server.main}
 
     written = [path.read_bytes() for path in (tmp_path / "remote").rglob("*") if path.is_file()]
     for text in (*written, output.out.encode(), output.err.encode()):
