@@ -148,6 +148,22 @@ def refuse_loop(folder: Path) -> None:
         )
 
 
+def refuse_undecodable(name: str, path: Path, reason: str) -> None:
+    """Raise DataError if a name in the path of a file is not UTF-8; `reason` says why it must be."""
+    # On Linux, file names are bytes; keys and tables are text.
+    is_utf8 = os.fsencode(name).decode("utf-8", "replace") == name
+    if not is_utf8:
+        raise DataError(f"{os.fsencode(path)!r}: its name must be UTF-8, because {reason}; rename it")
+
+
+def loose_images(root: Path) -> tuple[list[Path], str]:
+    """Return the images directly in a folder of class folders, and a note that they are excluded; "" if none."""
+    images = [path for path in sorted(root.glob("[!.]*")) if path.is_file() and is_image(path)]
+    if not images:
+        return [], ""
+    return images, f"{len(images):,} images outside the class folders are excluded, first {images[0].name}"
+
+
 def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> Iterator[Sample]:
     """Yield samples of listed files, ordered by the hash of their names; raises DataError for an invalid file.
 
@@ -156,10 +172,7 @@ def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> I
     listed = sorted(entries, key=lambda entry: sha256(os.fsencode(entry.name)).digest())
     for entry, key in zip(listed, keys_of([entry.name for entry in listed]), strict=True):
         path = Path(root, entry.name)
-        # On Linux, file names are bytes; keys must be text.
-        is_utf8 = os.fsencode(entry.name).decode("utf-8", "replace") == entry.name
-        if not is_utf8:
-            raise DataError(f"{os.fsencode(path)!r}: its name must be UTF-8, because it becomes the key; rename it")
+        refuse_undecodable(entry.name, path, "it becomes the key")
         extension = path.suffix[1:].lower()
         if not path.exists():
             raise DataError(f"the file {path} does not exist\n  expected paths relative to {root}, or absolute ones")

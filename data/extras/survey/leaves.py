@@ -8,14 +8,14 @@ train/things/ship/3.jpg            /data/train/animals/dog/2.jpg,dog
 
 import csv
 import io
-import os
+import logging
 from collections import Counter
 from pathlib import Path
 
 from data.checks import printable
 from data.errors import DataError
 from data.files import write_atomically
-from data.sources.folders import images_below, refuse_loop, warn_of_others
+from data.sources.folders import images_below, loose_images, refuse_loop, refuse_undecodable, warn_of_others
 from data.walk import class_folders_in
 
 
@@ -36,10 +36,11 @@ def write_leaf_table(root: str, table: str) -> str:
         refuse_loop(top / name)
         images += images_below(top / name, skipped)
     warn_of_others(root, skipped)
+    _, note = loose_images(top)
+    if note:
+        logging.getLogger(__name__).warning("%s: %s", root, note)
     for path in images:
-        is_utf8 = os.fsencode(path).decode("utf-8", "replace") == str(path)
-        if not is_utf8:
-            raise DataError(f"{os.fsencode(path)!r}: its name must be UTF-8, because a table is text; rename it")
+        refuse_undecodable(str(path), path, "a table is text")
     folders = {path.parent.relative_to(top) for path in images}
     times = Counter(folder.name for folder in folders)
     text = io.StringIO()

@@ -47,12 +47,13 @@ from data.extras.survey.leaves import write_leaf_table
 from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.names import NO_NAMES, PAIRS, NoLabel, are_pairs, gap_in_ids, ids_of, parse_labels, preview
-from data.index.shard import COMPRESSED, IMAGES, is_image
+from data.index.shard import COMPRESSED, IMAGES
 from data.index.tar import DOTTED, first_part, mapped, walk
 from data.sources.folders import (
     files_of,
     images_below,
     keys_of,
+    loose_images,
     merged_folders,
     refuse_loop,
     sub_folders_with_images,
@@ -447,7 +448,7 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
         image_set.class_counts[folder.name] = len(below)
         sub_folders[folder.name] = sub_folders_with_images(folder, below)
         report(len(paths))
-    here = [path for path in sorted(root.glob("[!.]*")) if path.is_file() and is_image(path)]
+    here, note = loose_images(root)
     if unlabelled or not image_set.class_counts:
         paths += here
         image_set.class_counts.clear()
@@ -459,8 +460,8 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
                 f"{root}: no images in the class folders {preview(empty)}\n"
                 f"  expected {', '.join(IMAGES)} in every class folder; add images, or remove the empty folders"
             )
-        if here:
-            image_set.notes.append(f"{len(here):,} images outside the class folders are excluded, first {here[0].name}")
+        if note:
+            image_set.notes.append(note)
         merged = merged_folders(sub_folders)
         if merged:
             image_set.notes.append(f"{merged}; to make a class of each innermost folder, add --leaf-classes")

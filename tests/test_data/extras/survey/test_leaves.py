@@ -95,3 +95,10 @@ def test_one_sub_folder_is_not_reported(tmp_path, caplog):
     plant(tmp_path / "t", "animals/images/1.jpg", "plain/3.jpg")
     list(class_folders(tmp_path / "t"))
     assert caplog.text == ""
+
+
+def test_images_outside_the_class_folders_are_reported(tmp_path, caplog):
+    plant(tmp_path / "t", "a/cat/1.jpg", "a/dog/2.jpg", "3.jpg", "4.jpg")
+    write_leaf_table(str(tmp_path / "t"), str(tmp_path / "all.csv"))
+    assert sorted(labels_in(tmp_path / "all.csv").values()) == ["cat", "dog"]
+    assert "2 images outside the class folders are excluded, first 3.jpg" in caplog.text
