@@ -14,25 +14,10 @@ from data.files import import_path
 from jobs.__main__ import COMMANDS, execute, main
 from tests.support.documents import SCHEMAS, document_of
 from tests.support.photos import make_photos
+from tests.support.recipes import SHORT
 
 ROOT = Path(__file__).parents[1]
 WORDS = [words for section in COMMANDS.sections.values() for words in section]
-
-RECIPE = """
-run: runs/small
-cluster: {{workers: 1, backend: processes, backoff_s: 0.1}}
-pretrain:
-  data: {{train: {shards}/train, evaluate: {shards}/test}}
-  model: {{name: mu/8, width: 16, depth: 2, mlp: 32, heads: 2, image_size: 16, classes: 10}}
-  optim: {{lr: 1.0e-3, schedule: {{warmup_steps: 1}}}}
-  loss: softmax
-  steps: 4
-  batch_size: 16
-  micro_batch: 16
-  precision: fp32
-  log_every: 1
-  save_every: 2
-"""
 
 
 @pytest.mark.quick
@@ -54,7 +39,7 @@ def test_there_is_no_schema_without_a_command() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     """A folder with the recipe of a small run, made by a separate process, and the document that it printed."""
     folder = tmp_path_factory.mktemp("documents")
-    (folder / "small.yaml").write_text(RECIPE.format(shards=shards))
+    (folder / "small.yaml").write_text(SHORT.format(data=f"train: {shards}/train, evaluate: {shards}/test"))
     command = [sys.executable, "-m", "jobs", "run", "small.yaml", "--json"]
     environment = os.environ | {"PYTHONPATH": import_path()}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

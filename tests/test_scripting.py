@@ -26,24 +26,9 @@ from pipeline.artifacts import write_record
 from tests.support.campaign_script import Document, Killed, Script, Words, arguments, with_json
 from tests.support.documents import check
 from tests.support.photos import make_photos
+from tests.support.recipes import SHORT
 
 ROOT = Path(__file__).parents[1]
-
-RECIPE = """
-run: runs/small
-cluster: {workers: 1, backend: processes, backoff_s: 0.1}
-pretrain:
-  data: {train: shards/train}
-  model: {name: mu/8, width: 16, depth: 2, mlp: 32, heads: 2, image_size: 16, classes: 10}
-  optim: {lr: 1.0e-3, schedule: {warmup_steps: 1}}
-  loss: softmax
-  steps: 4
-  batch_size: 16
-  micro_batch: 16
-  precision: fp32
-  log_every: 1
-  save_every: 2
-"""
 
 LONG = ["pretrain.steps=400", "pretrain.save_every=20", "pretrain.log_every=20"]
 
@@ -65,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     folder = tmp_path_factory.mktemp("scripting")
     shutil.copytree(shards / "train", folder / "shards" / "train")
     shutil.copytree(shards / "test", folder / "shards" / "test")
-    (folder / "small.yaml").write_text(RECIPE)
+    (folder / "small.yaml").write_text(SHORT.format(data="train: shards/train"))
     (folder / "photos").mkdir()
     make_photos(folder / "photos" / "cat")
     return folder
@@ -96,9 +81,9 @@ def test_typing_errors_end_in_a_plan(here: Path) -> None:
         document = script().finish(words)
         assert document["schema"] == "plan.1"
         assert document["stages"][0]["name"] == "pretrain"
-    (here / "typo.yaml").write_text(RECIPE.replace("loss:", "lss:"))
+    (here / "typo.yaml").write_text(SHORT.format(data="train: shards/train").replace("loss:", "lss:"))
     assert script().finish(["plan", "typo.yaml"])["schema"] == "plan.1"
-    assert (here / "typo.yaml").read_text() == RECIPE
+    assert (here / "typo.yaml").read_text() == SHORT.format(data="train: shards/train")
 
 
 def test_wrong_world_size_becomes_the_nearest_batch(here: Path) -> None:

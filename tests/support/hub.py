@@ -28,6 +28,7 @@ import pytest
 from data.extras import hub as client
 from data.remote import urls
 from tests.support.certificates import certificate
+from tests.support.stores import QuietHandler, served
 
 REPOSITORY = "me/photos"
 TOKEN = "hf_tokenThatMustNotAppearAnywhere0123"
@@ -199,7 +200,7 @@ class Hub:
 def handler(hub: Hub, is_storage: bool) -> type[http.server.BaseHTTPRequestHandler]:
     """Return the class of request handlers of the Hub or of its storage."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self):
@@ -208,36 +209,11 @@ def handler(hub: Hub, is_storage: bool) -> type[http.server.BaseHTTPRequestHandl
                 status, content, fields = hub.stored(self.path, authorization, self.headers.get("Range", ""))
             else:
                 status, content, fields = hub.answer(self.path, authorization)
-            self.send_response(status)
-            for name, value in {**fields, "Content-Length": str(len(content))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
+            self.answer(status, content, fields)
 
         do_HEAD = do_GET
 
-        def log_message(self, *_):
-            pass
-
     return Handler
-
-
-@contextmanager
-def served_with_tls(handler_class: type[http.server.BaseHTTPRequestHandler], certificate_file: str) -> Iterator[int]:
-    """Run an https server for localhost in the block, and yield its port."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler_class)
-    server.daemon_threads = True
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate_file)
-    # The handshake takes place in the thread of the request, so that a silent client does not block others.
-    server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server.server_address[1]
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @contextmanager
@@ -248,8 +224,10 @@ def hub(files: dict[str, Path]) -> Iterator[Hub]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         pem = certificate(folder)
-        state.storage_port = stack.enter_context(served_with_tls(handler(state, True), pem))
-        state.port = stack.enter_context(served_with_tls(handler(state, False), pem))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(pem)
+        state.storage_port = stack.enter_context(served(handler(state, True), context))
+        state.port = stack.enter_context(served(handler(state, False), context))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("SSL_CERT_FILE", pem)
         patch.setenv("HF_ENDPOINT", f"https://localhost:{state.port}")

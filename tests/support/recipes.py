@@ -1,4 +1,4 @@
-"""The two campaigns of many tests: all stages in seconds, and only pretraining for the fault tests."""
+"""The campaigns of many tests: all stages in seconds, pretraining for the fault tests, and four steps."""
 
 # All stages, on existing shards (the fixture `shards`): TINY.format(run=folder / "run", shards=shards).
 TINY = """
@@ -47,4 +47,21 @@ pretrain:
   zero: 2
   log_every: 4
   save_every: 5
+"""
+
+# One worker pretrains for four steps: SHORT.format(data="train: shards/train").
+SHORT = """
+run: runs/small
+cluster: {{workers: 1, backend: processes, backoff_s: 0.1}}
+pretrain:
+  data: {{{data}}}
+  model: {{name: mu/8, width: 16, depth: 2, mlp: 32, heads: 2, image_size: 16, classes: 10}}
+  optim: {{lr: 1.0e-3, schedule: {{warmup_steps: 1}}}}
+  loss: softmax
+  steps: 4
+  batch_size: 16
+  micro_batch: 16
+  precision: fp32
+  log_every: 1
+  save_every: 2
 """

@@ -3,6 +3,7 @@
 import base64
 import http.client
 import http.server
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +22,28 @@ Fault = int | str | bytes | tuple[int, str] | None
 AT_ONCE = 1 << 16  # bytes per write of the proxy
 
 
+class QuietHandler(http.server.BaseHTTPRequestHandler):
+    """A request handler that logs nothing, with a method for complete responses."""
+
+    def answer(self, status: int, content: bytes, fields: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**fields, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @contextmanager
-def served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[int]:
-    """Run a server in the block, and yield its port."""
+def served(handler: type[http.server.BaseHTTPRequestHandler], context: ssl.SSLContext | None = None) -> Iterator[int]:
+    """Run a server in the block, with TLS if a context is given, and yield its port."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    if context is not None:
+        # The handshake takes place in the thread of the request, so that a silent client does not block others.
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server.server_address[1]
@@ -196,7 +215,7 @@ def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
     contents = {key: path.read_bytes() for key, path in files.items()}
     lock = threading.Lock()
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self):
             url = urlsplit(self.path)
             query = parse_qs(url.query)
@@ -238,17 +257,6 @@ def az(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
             self.answer(status, content, fields)
 
         do_HEAD = do_GET
-
-        def answer(self, status: int, content: bytes, fields: dict[str, str]) -> None:
-            self.send_response(status)
-            for name, value in {**fields, "Content-Length": str(len(content))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        def log_message(self, *_):
-            pass
 
     key = base64.b64encode(b"very-secret").decode()
     with served(Handler) as upstream, pytest.MonkeyPatch.context() as patch:

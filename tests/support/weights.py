@@ -1,5 +1,8 @@
 """Models with random weights, and comparisons of weights and logits."""
 
+import hashlib
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -30,3 +33,13 @@ def random_model(name="mu/8", image_size=16, classes=5, **config) -> torch.nn.Mo
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
     return model.eval()
+
+
+def save_small(folder: Path) -> Path:
+    """Save a small random ViT with ten classes in our format, and return its folder."""
+    models.save(models.from_config(models.config_of("mu/8", 16, 10), torch.Generator().manual_seed(0)), folder)
+    return folder
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

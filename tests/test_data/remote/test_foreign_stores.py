@@ -16,7 +16,7 @@ from data.remote.config import CacheConfig
 from data.shards.indexing import build_index
 from data.shards.reader import ShardReader
 from jobs.__main__ import main
-from tests.support.stores import Proxy, served, store
+from tests.support.stores import Proxy, QuietHandler, served, store
 from tests.support.tars import picture, tar_of
 
 # Characters of keys. An emulator of gs reads `;` as the end of a path.
@@ -239,16 +239,13 @@ def test_an_error_page_instead_of_a_known_shard_is_quoted_at_once_and_not_stored
 def test_an_error_page_of_a_web_server_is_quoted_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server speaks plain HTTP, because only the content of its answers matters here."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self):
             self.send_response(200)
             self.send_header("Content-Length", str(len(SIGN_IN)))
             self.end_headers()
             if self.headers["Range"] != "bytes=0-0":
                 self.wfile.write(SIGN_IN)
-
-        def log_message(self, *_):
-            pass
 
     monkeypatch.setenv("PATCHLINE_PRIVATE_HOSTS", "127.0.0.1")
     monkeypatch.setattr(urls.PublicConnection, "connect", http.client.HTTPConnection.connect)

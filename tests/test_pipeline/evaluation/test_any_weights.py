@@ -11,19 +11,14 @@ import models
 from data.errors import DataError
 from pipeline import artifacts
 from pipeline.evaluation import any_weights
+from tests.support.weights import save_small, sha256
 
 pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    folder = tmp_path / "weights"
-    models.save(models.from_config(models.config_of("mu/8", 16, 10), torch.Generator().manual_seed(0)), folder)
-    return folder
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return save_small(tmp_path / "weights")
 
 
 def test_digest_of_our_weights_is_that_of_their_file(weights):

@@ -1,28 +1,21 @@
 """The recorded loss of weights, from our records and from other projects' files."""
 
-import hashlib
 import json
 from pathlib import Path
 
 import pytest
-import torch
 
 import models
 from pipeline import artifacts
 from pipeline.extras.recorded_origin import recorded_loss
+from tests.support.weights import save_small, sha256
 
 pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    folder = tmp_path / "weights"
-    models.save(models.from_config(models.config_of("mu/8", 16, 10), torch.Generator().manual_seed(0)), folder)
-    return folder
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return save_small(tmp_path / "weights")
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "softmax"])
