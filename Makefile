@@ -18,8 +18,9 @@ BIN := .venv/bin
 MINUTES ?= 60
 STAMP := .venv/.installed
 
-# PyTorch's own package index: only it has the builds without CUDA, of torch and of the torchvision that fits them.
-CPU ?=
+# PyTorch's own package index: only it has the builds without CUDA, of torch and of the torchvision that fits them. Later
+# updates of an environment keep its kind; make env CPU= installs the builds with CUDA again.
+CPU ?= $(wildcard .venv/.cpu)
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ifeq ($(CPU),)
 CONSTRAIN := cat constraints.txt
@@ -48,6 +49,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(CONSTRAIN) > $(STAMP).constraints.txt
 	@echo "installing $$(grep -c = $(STAMP).constraints.txt) packages into .venv, in about five minutes"
 	$(BIN)/python -m pip install $(INDEX) --constraint $(STAMP).constraints.txt --requirement $(STAMP).txt
+	@$(if $(CPU),touch .venv/.cpu,rm -f .venv/.cpu)
 	@# the command $(BIN)/patchline, which runs this very checkout
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $(STAMP)
