@@ -5,8 +5,8 @@
     patchline list           digits-001-4f1a RUNNING           the lines of job_lines(document)
     patchline list --json    {"schema": "list.1", "code": 0, "jobs": [{"id": "digits-001-4f1a", …}]}
 
-Both outputs come from the same document: `render` has no other argument. tests/test_jobs/test_answer.py checks that the
-lines rendered from the parsed JSON equal the lines that the command prints. The fields of each document are in
+Both outputs come from the same document: `render` has no other argument. tests/test_documents.py checks that the lines
+rendered from the parsed JSON equal the lines that the command prints. The fields of each document are in
 docs/schemas; a field is never renamed or removed without a new version of the schema.
 """
 

@@ -53,7 +53,7 @@ HUB = "data.extras.hub:"  # module of the functions for hf://
 LONGEST_PAUSE_S = 30.0  # longest pause between two attempts
 WARN_AT_ATTEMPT = 2  # counted from 0; two failed attempts may be a short interruption
 THROTTLING = (429, 503)  # statuses that may come with `Retry-After`
-LONGEST_THROTTLED_S = 3600.0  # total of the pauses that a store may ask for before one request fails
+LONGEST_THROTTLED_S = 3600.0  # total of the pauses that a store may request before one request fails
 WARN_IF_THROTTLED_S = 30.0  # total of these pauses from which they are logged
 # Retry a denied request for this long, in case the credentials are just being renewed; each retry reads them again.
 DENIED_S = 30.0
@@ -253,7 +253,7 @@ class Retry:
         bucket = "/".join(address.split("/")[:3])
         reason = ""
         attempt = 0
-        throttled_s = 0.0  # total of the pauses that the store has asked for
+        throttled_s = 0.0  # total of the pauses that the store has requested
         # Read `attempts` anew each time: an ending command lowers it for its threads.
         while attempt < self.attempts:
             if self.stopped():
@@ -313,7 +313,7 @@ class Retry:
             logging.getLogger(__name__).warning(
                 "%s: the store limits the rate of requests; waiting %.0f s, as it requests", address, requested_s
             )
-        # Never shorter than the store asks; the random part spreads many readers that were refused together.
+        # Never shorter than the store requests; the random part spreads many readers that were refused together.
         self.pause(requested_s + random.uniform(0, max(self.backoff_s, requested_s / 4)), self.waiting)
         return total_s
 

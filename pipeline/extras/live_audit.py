@@ -9,9 +9,9 @@ Exact mode only: there, a part of a step (pipeline/engine/exact.py) has the same
 5. If two results differ, all workers repeat the computation, and the majority is right. The worker that differs raises
    CorruptWorker. This happens before the next save begins, so no checkpoint contains the wrong values.
 
-In:  health.audit 0.01, two workers; in step 70, bit 22 of an element of worker 1's gradient flips
-Out: worker 1 raises "step 70: worker 1 computed a wrong gradient of blocks.0.mlp.up.weight …", and the run resumes from
-     its last checkpoint, without the node of worker 1 if there are others
+In:  health.audit 0.01, two workers; in step 70, counted from 0, bit 22 of an element of worker 1's gradient flips
+Out: worker 1 raises "live audit of step 71: worker 1 computed wrong results: the gradient of blocks.0.mlp.up.weight …",
+     and the run resumes from its last checkpoint, without the node of worker 1 if there are others
 """
 
 import copy

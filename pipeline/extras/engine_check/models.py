@@ -13,8 +13,8 @@ from models import ModelConfig, ViTConfig
 from models.configs import BiTConfig, MaskedConfig
 
 CLASSES = 8
-# Of the narrow model. Its blocks have matrices of more than 100,000 elements together: ZeRO 3 keeps smaller parameters
-# gathered by default, and both cases must be checked.
+# Sizes of the narrow model. Its blocks have matrices of more than 100,000 elements together: ZeRO 3 keeps smaller
+# parameters gathered by default, and both cases must be checked.
 WIDTH = 96
 MLP = 384
 HEADS = 2
