@@ -15,8 +15,9 @@ from data.errors import ConfigError, DataError, UsageError
 from data.files import with_home
 from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug, near_path, stoppable
-from jobs.named_stages import find_set, stages_in
+from jobs.named_stages import find_set
 from jobs.progress import ProgressMeter
+from jobs.stage_folders import stages_in
 from jobs.terminal import echo
 from pipeline.values import counted
 
