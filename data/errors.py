@@ -29,7 +29,7 @@ class PatchlineError(Exception):
     """An error for the user; its message has one line each for the problem, the expectation and the remedy.
 
     The first line is the problem. A line that contains a command ends with the command. With `--json`,
-    jobs/json_output.py derives the next steps from these lines.
+    jobs/extras/json_output.py derives the next steps from these lines.
     """
 
     exit_code: int | None = ExitCode.INTERNAL

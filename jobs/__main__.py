@@ -7,7 +7,7 @@
 2. Look up the command in COMMANDS, which maps each command to "module:function". Import only that module, and let
    typer call the function with the arguments (jobs/commands/lazy_group.py).
 3. The function imports torch, Ray and other slow packages only when it is called, to keep `--help` fast.
-4. Print the lines of the command's answer (jobs/answer.py) or, with --json, its document (jobs/json_output.py).
+4. Print the lines of the command's answer (jobs/answer.py) or, with --json, its document (jobs/extras/json_output.py).
 5. Turn any exception into one message on stderr and an exit code from the table in data/errors.py.
 
 This is the only file that imports from both the core and the extras.
@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NoReturn, TextIO
 
 # Step 1; must precede the imports below, which could otherwise find another package named `data` or `models`.
@@ -54,6 +55,7 @@ EXIT_CODES = (
     "again to resume · 78 configuration · 130 interrupted (a run: by a second Ctrl-C)"
 )
 
+JSON_OUTPUT = "jobs.extras.json_output:print_document"
 VERSION = "0.1.0"  # as in pyproject.toml
 HELP = {"-h", "--help"}
 STREAMS = {"logs", "run"}  # commands that stream worker or job output and show their own progress
@@ -128,32 +130,32 @@ COMMANDS = CommandTable(
                 "runs/digits",
             ),
             "checkpoints list": (
-                "jobs.commands.checkpoints:list_all",
+                "jobs.extras.checkpoints.stored:list_all",
                 "List the checkpoints of each stage.",
                 "runs/digits",
             ),
             "checkpoints verify": (
-                "jobs.extras.checkpoints:verify_all",
+                "jobs.extras.checkpoints.contents:verify_all",
                 "Verify every file of a checkpoint by its digest.",
                 "runs/digits --step 50",
             ),
             "checkpoints inspect": (
-                "jobs.extras.checkpoints:inspect",
+                "jobs.extras.checkpoints.contents:inspect",
                 "Print a checkpoint's manifest and parameters.",
                 "runs/digits/pretrain --step 50",
             ),
             "checkpoints diff": (
-                "jobs.extras.checkpoints:compare",
+                "jobs.extras.checkpoints.contents:compare",
                 "Compare the tensors of two checkpoints.",
                 "runs/digits/pretrain --step 50 --with-step 100",
             ),
             "checkpoints export": (
-                "jobs.extras.checkpoints:export_weights",
+                "jobs.extras.checkpoints.contents:export_weights",
                 "Write the weights of a checkpoint in our format.",
                 "runs/digits/pretrain --to weights",
             ),
             "checkpoints prune": (
-                "jobs.commands.checkpoints:prune",
+                "jobs.extras.checkpoints.stored:prune",
                 "Delete all but the newest checkpoints of each stage.",
                 "runs/digits --keep 2",
             ),
@@ -309,8 +311,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = words or ["--help"]
     try:
         if "--json" in words and not HELP.intersection(words):
-            from jobs.json_output import print_document  # people do not need it
-
+            print_document: Callable[..., int] = resolve_name(JSON_OUTPUT)
             return print_document(words, partial(execute, words), partial(explained, words=words))
         with prepared(words) as run_command:
             answer = as_answer(run_command())

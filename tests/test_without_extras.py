@@ -145,9 +145,7 @@ def test_without_extras_a_campaign_runs_and_can_be_read(core: Path) -> None:
     status = python(core, "-m", "jobs", "status", "run")
     assert status.returncode == 0, status.stderr
     assert "pretrain" in status.stdout
-    checkpoints = python(core, "-m", "jobs", "checkpoints", "list", "run")
-    assert checkpoints.returncode == 0, checkpoints.stderr
-    assert "step-0000000004" in checkpoints.stdout
+    assert len(list((core / "run").glob("pretrain-*/checkpoints/step-0000000004"))) == 1
     report = python(core, "-m", "jobs", "report", "run")
     assert report.returncode == 64
     assert "which is not in this checkout" in report.stderr

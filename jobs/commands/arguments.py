@@ -42,6 +42,12 @@ def stoppable() -> Iterator[None]:
 
 def near_path(path: str) -> str:
     """Return "; did you mean 'photos/cat'?" if a file or folder with a similar name exists; otherwise ""."""
+    near = similar_path(path)
+    return "" if near is None else f"; did you mean {str(near)!r}?"
+
+
+def similar_path(path: str) -> Path | None:
+    """Return the existing file or folder whose name is most similar to that of a missing one; None if none is."""
     missing = Path(path)
     rest: list[str] = []
     while not missing.parent.exists():
@@ -53,9 +59,9 @@ def near_path(path: str) -> str:
             names[entry.name.lower()] = entry
     close = difflib.get_close_matches(missing.name.lower(), names, n=1)
     if not close:
-        return ""
+        return None
     near = names[close[0]]
     # Append the rest of the path if that exists too.
     if near.joinpath(*rest).exists():
         near = near.joinpath(*rest)
-    return f"; did you mean {str(near)!r}?"
+    return near

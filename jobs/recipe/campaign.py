@@ -3,10 +3,10 @@
 How `load` turns a recipe into a campaign:
 1. `read_recipe` reads the YAML file once.
 2. `parse` separates `run`, `cluster`, `trackers` and `budget`; every other section is a stage, whose kind is its
-   name or its `kind:`. First, kinds may replace a section with several (`StageKind.expand`), as sweeps do, and a stage
-   is added that indexes the data sets named by URLs (url_sets.py). Each section is parsed into its kind's frozen
-   config; an unknown key is an error. Stages are sorted: a stage that reads another stage's output ("@stage" or
-   "@stage/part") comes after it.
+   name or its `kind:`. First, kinds may replace a section with several (`StageKind.expand`), as sweeps do, and an extra
+   adds a stage that indexes the data sets named by URLs (jobs/extras/url_sets.py). Each section is parsed into its
+   kind's frozen config; an unknown key is an error. Stages are sorted: a stage that reads another stage's output
+   ("@stage" or "@stage/part") comes after it.
 3. Each stage gets its model, and its key: a digest of its "forbid" fields and its inputs (key.py).
 4. Values determined by finished stages replace the placeholders in other stages (references.py).
 5. Each stage is checked against the cluster and the existing indexes (validate.py).
@@ -31,7 +31,6 @@ from jobs.named_stages import find_set, find_stage
 from jobs.ownership import check_run_path
 from jobs.recipe import key
 from jobs.recipe.references import filled, references_in, with_field, with_values
-from jobs.recipe.url_sets import with_indexed_urls
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Kinds, Reads, Sections, Stage, StageKind, StageSection, reference
 from jobs.stage_folders import TABLE
@@ -40,8 +39,10 @@ from pipeline import config
 from pipeline.config import ConfigDataclass, require
 from pipeline.recipe import Recipe, read_recipe
 from pipeline.values import read_number
+from pipeline.variables import texts_in
 
 TRACKERS = "jobs.extras.monitor.trackers_config:TrackersConfig"
+URL_SETS = "jobs.extras.url_sets:with_indexed_urls"
 NOT_STAGES = ("run", "cluster", "trackers", "budget")  # keys of a recipe that apply to the whole campaign
 
 
@@ -123,7 +124,8 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
     expanded: Sections = {name: StageSection(values, name) for name, values in sections.items()}
     for kind in kinds.values():
         expanded = kind.expand(expanded, kinds)
-    expanded = with_indexed_urls(expanded, kinds)
+    if any("://" in text for section in expanded.values() for text in texts_in(section.values)):
+        expanded = load_optional(URL_SETS, "the URL of a data set")(expanded, kinds)
     placeholders = Placeholders(expanded, kinds)
     # Read unexpanded sections before the many runs of sweeps, so that an unknown key is reported without delay.
     for name, section in sorted(expanded.items(), key=lambda item: item[0] != item[1].source):

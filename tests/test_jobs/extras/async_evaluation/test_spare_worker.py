@@ -21,8 +21,8 @@ from data.sources.samples import digits
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
-from jobs.commands import checkpoints
 from jobs.extras.async_evaluation.spare_worker import SEARCH, NoPlace, SpareWorker
+from jobs.extras.checkpoints import stored
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.checkpoints.needed import EVALUATIONS, requested_steps
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
@@ -409,7 +409,7 @@ def test_the_prune_command_keeps_a_checkpoint_that_waits_for_evaluation(tmp_path
     made.commit(10, 20, 30, 40)
     async_evaluation.withdraw(tmp_path, 20)
     monkeypatch.setattr(StageCheckpoints, "verify", lambda checkpoints, name: None)
-    checkpoints.prune(str(tmp_path), 2, 0)
+    stored.prune(str(tmp_path), 2, 0)
     assert capsys.readouterr().out == f"{tmp_path.name}: step-0000000020 deleted\n"
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from data.index.document import load_index
 from data.order import Order
 from jobs.cluster import fork_server
-from jobs.extras.checkpoints import whole_state
+from jobs.extras.checkpoints.contents import whole_state
 from jobs.extras.history import read_run
 from jobs.extras.replays.stretch import AlwaysMasked
 from jobs.extras.report.page import write_report

@@ -14,7 +14,7 @@ from data.seal import unseal
 from data.shards.packing import pack
 from data.sources.samples import digits
 from jobs.__main__ import main
-from jobs.recipe.url_sets import with_indexed_urls
+from jobs.extras.url_sets import with_indexed_urls
 from jobs.resolved_recipe import StageSection
 from tests.support.campaigns import KINDS
 from tests.support.hub import TOKEN, Hub, hub

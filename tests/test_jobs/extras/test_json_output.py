@@ -10,17 +10,17 @@ import pytest
 
 from data.errors import ConfigError, Preempted
 from jobs.__main__ import main
-from jobs.json_output import error_document, plain
+from jobs.extras.json_output import error_document, plain
 from tests.support.documents import document_of
 
 pytestmark = pytest.mark.quick
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 WRITES_EVERYWHERE = """
 import os, subprocess, sys
 from jobs.answer import Answer
-from jobs.json_output import print_document
+from jobs.extras.json_output import print_document
 
 def command():
     print("printed")

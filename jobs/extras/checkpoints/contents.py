@@ -1,6 +1,6 @@
 """`patchline checkpoints verify|inspect|diff|export RUN`: read the contents of checkpoints.
 
-RUN has the same format as in jobs/commands/checkpoints.py. Only safetensors and JSON files are opened. Reading one
+RUN has the same format as in stored.py. Only safetensors and JSON files are opened. Reading one
 checkpoint can take minutes, so the commands show which one they read.
 """
 
@@ -18,8 +18,8 @@ from data.errors import CheckpointError, UsageError
 from data.files import atomic_file
 from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug
-from jobs.commands.checkpoints import SavedRun
 from jobs.commands.stored_runs import OpenedRun, opened
+from jobs.extras.checkpoints.stored import SavedRun
 from jobs.named_stages import resume_command
 from jobs.terminal import activity, echo
 from pipeline import artifacts

@@ -35,7 +35,7 @@ from typing import Any, TextIO
 
 from data.errors import ExitCode, exit_code
 from jobs.answer import Answer, Document, Step
-from jobs.commands.arguments import near_path
+from jobs.commands.arguments import similar_path
 from jobs.terminal import as_typed, handle_of, program, write_last
 
 GROUPS = ("checkpoints", "data")  # commands of two words
@@ -155,7 +155,9 @@ def error_document(error: BaseException, message: str, words: Sequence[str]) -> 
     reasons = []
     steps = [*fixes(what, rest), *corrections(what, words), *settings(what, words, section)]
     for path in MISSING_SET.findall(message):
-        steps += corrections(near_path(path).strip("; "), words)
+        near = similar_path(path)
+        if near is not None:
+            steps += corrected_steps(str(near), f"did you mean {str(near)!r}?", path, words)
     for line in rest:
         if "--help" in line:
             continue  # help is for people
@@ -268,7 +270,14 @@ def corrections(line: str, words: Sequence[str]) -> list[Step]:
     suggested = SUGGESTED.search(line)
     if suggested is None:
         return []
-    right = suggested[1] or suggested[2]
+    return corrected_steps(suggested[1] or suggested[2], line, line.partition(suggested[0])[0], words)
+
+
+def corrected_steps(right: str, line: str, before: str, words: Sequence[str]) -> list[Step]:
+    """Return a step that replaces the misspelled word with `right`, in the typed command or in the recipe.
+
+    `line` is the text of the step, and `before` the text with the misspelled word.
+    """
     # The misspelled word is the part of the typed command that is most similar to the right one.
     best = 0.0
     corrected: list[str] = []
@@ -287,7 +296,7 @@ def corrections(line: str, words: Sequence[str]) -> list[Step]:
         return [{"do": "instead", "command": typed(corrected), "text": line}]
     # Otherwise the misspelled word is in the recipe.
     recipe = next((word for word in words[1:2] if Path(word).is_file()), None)
-    candidates = WORDS.findall(line.partition(suggested[0])[0])
+    candidates = WORDS.findall(before)
     close = difflib.get_close_matches(right, candidates, n=1, cutoff=SIMILAR)
     if recipe is None or not close:
         return [{"do": "read", "text": line}]

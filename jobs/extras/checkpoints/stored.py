@@ -1,7 +1,7 @@
 """`patchline checkpoints list|prune RUN`: list or delete the checkpoints of a run.
 
 RUN is a run directory or URL, a stage's folder in it, or a checkpoint's folder. These commands read only JSON
-files; commands that read tensors are in jobs/extras/checkpoints.py.
+files; commands that read tensors are in contents.py.
 """
 
 from collections.abc import Iterator

@@ -1,0 +1,1 @@
+"""The commands `patchline checkpoints …`, which read and delete the checkpoints of a run."""
