@@ -11,7 +11,7 @@
    each micro-batch first.
 4. The losses of all steps and the weights after the last one must have the same bits.
 
-Out: FOLDER/versions.json with one Outcome per pair and case, and a table
+Out: FOLDER/versions.json with one Outcome for each pair and case; a table of all pairs in the file, as Markdown
 """
 
 import argparse
@@ -21,9 +21,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,13 +32,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
-from jobs.cluster.failure import WorkerGroupError
-from jobs.cluster.worker_group import run_worker_group
-from jobs.cluster_config import ClusterConfig
+from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.engine.engine import Engine
 from pipeline.engine.settings import deepspeed_config
 from pipeline.extras.engine_check import hook
@@ -61,6 +59,7 @@ OPTIM = OptimConfig(lr=1e-3, clip=0.0)
 BUCKETS = 4  # buckets of gradients in a backward pass; models of more than 50 million parameters have several
 MODEL = models.config_of("Ti/16", IMAGE_SIZE, CLASSES, depth=2)
 LONGEST_ERROR = 400  # characters
+TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -131,10 +130,8 @@ def mean_text(total: float) -> str:
     return (total / (WORLD * ACCUMULATION)).hex()
 
 
-@cache
-def plain_results(precision: str, zero: int) -> tuple[list[str], str]:
-    """Return the losses and the digest of the weights that plain torch computes."""
-    torch.set_num_threads(1)
+def train_plainly(process: int, folder: str, precision: str, zero: int) -> None:
+    """Train in plain torch with this ZeRO stage's order of sums; write the losses and the digest of the weights."""
     model = small_vit()
     decayed = models.decayed_parameters(model)
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
@@ -167,14 +164,23 @@ def plain_results(precision: str, zero: int) -> tuple[list[str], str]:
             for name, p in model.named_parameters():
                 p.copy_(masters[name])
         losses.append(mean_text(total))
-    return losses, digest_of(masters)
+    write(folder, process, {"plain_losses": losses, "plain_weights": digest_of(masters)})
 
 
-def train(task: dict[str, Any]) -> dict[str, Any]:
-    """Train with our engine, and check it, on one worker of the group; return the results."""
-    device = join_group(60.0)
-    precision = task["precision"]
-    zero = task["zero"]
+def train(rank: int, folder: str, precision: str, zero: int) -> None:
+    """Train with our engine as one of the workers, and check the engine; write the results, or the error."""
+    try:
+        write(folder, rank, results_of_worker(rank, folder, precision, zero))
+    except Exception as error:
+        write(folder, rank, {"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]})
+        raise
+
+
+def results_of_worker(rank: int, folder: str, precision: str, zero: int) -> dict[str, Any]:
+    """Collective: train, and check the engine; return the results."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(WORLD)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    device = join_group(TIMEOUT_S)
     settings = deepspeed_config(
         zero=zero,
         precision=precision,
@@ -211,32 +217,45 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         zero=zero, precision=precision, exact_parts=0, checkpoint_blocks=0, deepspeed=None, optim=OPTIM
     )
     refused = hook.check(cfg, MODEL, device)
+    dist.barrier()
     dist.destroy_process_group()
     return {"losses": losses, "weights": digest_of(weights), "refused": refused}
 
 
+def write(folder: str, rank: int, values: dict[str, Any]) -> None:
+    """Write the values of a process where `run` reads them."""
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(values))
+
+
+def run(function: Callable[..., None], world: int, precision: str, zero: int) -> dict[str, Any]:
+    """Run the function in `world` forked processes; return what rank 0 wrote, or the error of the first that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.start_processes(function, (folder, precision, zero), world, start_method="fork")
+        except mp.ProcessException as error:
+            path = Path(folder) / f"{error.error_index}.json"
+            if not path.exists():  # killed by a signal
+                return {"error": str(error)}
+            values = json.loads(path.read_text())
+            return {"error": values.get("error", str(error))}
+        return dict(json.loads((Path(folder) / "0.json").read_text()))
+
+
 def outcomes() -> Iterator[Outcome]:
     """Run every case with the installed releases."""
-    cluster = ClusterConfig(workers=WORLD, backend="processes")
+    torch.set_num_threads(1)
     versions = package_versions()
+    import_error = ""
+    try:
+        import_deepspeed()  # once, before the forks
+    except Exception as error:
+        import_error = f"{type(error).__name__}: {error}"
     for precision, zero in CASES:
-        plain_losses, plain_weights = plain_results(precision, zero)
-        result: Any = {"losses": [], "weights": "", "refused": []}
-        with tempfile.TemporaryDirectory() as folder:
-            task = {"precision": precision, "zero": zero}
-            try:
-                result = run_worker_group(train, task, cluster=cluster, name="workers", directory=Path(folder))
-            except WorkerGroupError as error:
-                result["error"] = str(error)[:LONGEST_ERROR]
-        yield Outcome(
-            torch=versions["torch"],
-            deepspeed=versions["deepspeed"],
-            precision=precision,
-            zero=zero,
-            plain_losses=plain_losses,
-            plain_weights=plain_weights,
-            **result,
-        )
+        values: dict[str, Any] = {"losses": [], "weights": "", "refused": [], "error": import_error}
+        values |= run(train_plainly, 1, precision, zero)
+        if not import_error:
+            values |= run(train, WORLD, precision, zero)
+        yield Outcome(versions["torch"], versions["deepspeed"], precision, zero, **values)
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -272,48 +291,54 @@ def table(results: Sequence[Outcome]) -> str:
     return "\n".join([*lines, "", *reasons, "", *between])
 
 
-def pairs_in(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Return the Python and the DeepSpeed folder of each pair."""
+def pairs_in(folder: Path) -> Iterator[tuple[str, Path, Path]]:
+    """Return the name of each pair, such as "2.13=0.19.8", its Python and its DeepSpeed folder."""
     for environment in sorted(folder.glob("torch-*")):
         for deepspeed in sorted(folder.glob("deepspeed-*")):
-            yield environment / "bin" / "python", deepspeed
+            name = f"{environment.name.removeprefix('torch-')}={deepspeed.name.removeprefix('deepspeed-')}"
+            yield name, environment / "bin" / "python", deepspeed
 
 
-def run_pair(python: Path, deepspeed: Path) -> list[Outcome]:
-    """Run every case in a process with another Python and another DeepSpeed."""
-    environment = {**os.environ, "PYTHONPATH": str(deepspeed.resolve())}
+def run_pair(python: Path, deepspeed: Path | None) -> list[Outcome]:
+    """Run every case in a new process with this Python, and with its own or another DeepSpeed."""
+    environment = dict(os.environ)
+    if deepspeed is not None:
+        environment["PYTHONPATH"] = str(deepspeed.resolve())
     command = [str(python.absolute()), "-m", "benchmarks.versions", "--here"]
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return [Outcome(**line) for line in json.loads(done.stdout.splitlines()[-1])]
+
+
+def read_results(path: Path) -> list[Outcome]:
+    """Read a file with the results of earlier runs."""
+    return [Outcome(**line) for line in json.loads(path.read_text())]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="folder with torch-* and deepspeed-*")
     parser.add_argument("--here", action="store_true", help="run the installed pair, and print its results as JSON")
-    parser.add_argument("--only", nargs="*", default=[], help="run only pairs with these releases, such as 2.13=0.19.8")
+    parser.add_argument("--only", nargs="*", help="run only these pairs, such as 2.13=0.19.8; none: print the table")
     options = parser.parse_args()
     if options.here:
         print(json.dumps([asdict(outcome) for outcome in outcomes()]))
         return
     output = options.folder / "versions.json"
-    results = []
-    if output.exists():
-        results = [Outcome(**line) for line in json.loads(output.read_text())]
-    for python, deepspeed in pairs_in(options.folder):
-        name = f"{python.parents[1].name.removeprefix('torch-')}={deepspeed.name.removeprefix('deepspeed-')}"
-        if options.only and name not in options.only:
+    results = read_results(output) if output.exists() else []
+    for name, python, deepspeed in pairs_in(options.folder):
+        if options.only is not None and name not in options.only:
             continue
-        print(f"{name} …", file=sys.stderr, flush=True)
+        print(name, file=sys.stderr, flush=True)
         new = run_pair(python, deepspeed)
-        replaced = {(outcome.torch, outcome.deepspeed) for outcome in new}
-        results = [outcome for outcome in results if (outcome.torch, outcome.deepspeed) not in replaced] + new
-        output.write_text(json.dumps([asdict(outcome) for outcome in results], indent=1))
+        pair = (new[0].torch, new[0].deepspeed)
+        results = [outcome for outcome in results if (outcome.torch, outcome.deepspeed) != pair]
+        results += new
+        output.write_text(json.dumps([asdict(outcome) for outcome in results], indent=1) + "\n")
     print(table(results))
 
 
 if __name__ == "__main__":
     # Workers import their function from this module, by its name.
-    from benchmarks.versions import main as run
+    from benchmarks.versions import main as program
 
-    run()
+    program()
