@@ -249,6 +249,12 @@ class Stage:
         """Return whether the stage is a run of a sweep: one of several stages expanded from the same section."""
         return self.name != self.source
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """Return the fields of `parents` that name another stage: field → name of that stage."""
+        links = {name: reference(value) for name, value in self.parents.items()}
+        return {name: link[0] for name, link in links.items() if link is not None}
+
 
 @dataclass(frozen=True)
 class StageSection:
@@ -423,8 +429,7 @@ class Available:
         if not self.readers_of:
             for reader in self.campaign.stages:
                 self.readers_of.setdefault(reader.name, [])
-                links = [reference(value) for value in reader.parents.values()]
-                for parent in dict.fromkeys(link[0] for link in links if link is not None):
+                for parent in dict.fromkeys(reader.sources.values()):
                     self.readers_of.setdefault(parent, []).append(reader)
         return self.readers_of[stage.name]
 

@@ -1,5 +1,6 @@
 """The nodes on which a campaign's workers run: this machine, or the nodes of a Ray cluster (ray_nodes.py).
 
+    start_workers(cluster, print)                           # before the first stage that needs workers
     nodes = nodes_of(cluster)
     world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # waits for free resources
     agents = nodes.agents(world)                            # one per node, reused by later attempts and stages
@@ -13,6 +14,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from data.errors import ClusterError
@@ -20,7 +22,7 @@ from jobs.cluster import embedded
 from jobs.cluster.agent import Agent, NodeAgent
 from jobs.cluster.ray import connect
 from jobs.cluster.worker import LOOPBACK
-from jobs.cluster_config import ClusterConfig
+from jobs.cluster_config import ClusterConfig, cores
 from pipeline.identity import Identity, workers_per_gpu
 from pipeline.values import counted
 
@@ -166,3 +168,41 @@ def start_early(cluster: ClusterConfig) -> None:
         # Ignore errors: they occur again, and are reported, when the cluster is needed.
         with suppress(OSError, ClusterError):
             embedded.start(cluster)
+
+
+def start_workers(cluster: ClusterConfig, log: Callable[[str], None]) -> None:
+    """Start or join the Ray cluster, or start the fork server if workers are plain processes."""
+    # Importing the training code takes a second, mostly for torch. Meanwhile the fork server, or the processes of an
+    # embedded Ray cluster, start on another core.
+    start_early(cluster)
+    if cluster.backend == "processes":
+        check_gpus(cluster, cluster.least)  # before images are packed
+    import_module("pipeline.train")
+    if cluster.backend == "ray":
+        info = connect(cluster)
+        kind = "embedded, stops with this command" if info.embedded else f"joined at {info.address}"
+        log(f"ray: {counted(info.nodes, 'node')}, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
+        if info.dashboard:
+            log(f"dashboard: {info.dashboard} (for its token, run ray get-auth-token)")
+    nodes_of(cluster).warm_up()
+    load = os.getloadavg()[0]
+    if cluster.backend == "processes" and load > 2 * cores():
+        log(f"this machine is busy (load {load:.0f} on {cores()} cores), so the run will take longer than planned")
+    warn_of_unused_gpus(cluster, log)
+
+
+def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> None:
+    """Log how many GPUs are unused, and which setting would use them."""
+    gpus, place = nodes_of(cluster).gpus_present()
+    used = cluster.most * cluster.gpus_per_worker
+    unused = f"unused GPUs: {gpus - used} of {gpus} in this {place}"
+    if gpus and not used:
+        log(f"{unused}: the workers use only the CPU; set cluster.gpus_per_worker=1 to use the GPUs")
+    # In a shared cluster, other people may use the remaining GPUs.
+    elif gpus > used and place == "machine":
+        workers_that_fit = gpus // cluster.gpus_per_worker
+        key = "cluster.workers" if cluster.least == cluster.most else "cluster.workers.most"
+        advice = f"set {key}={workers_that_fit} to use them"
+        if workers_that_fit == cluster.most:
+            advice = f"too few for one more worker with {cluster.gpus_per_worker} GPUs"
+        log(f"{unused}; {advice}")

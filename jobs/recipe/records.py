@@ -8,6 +8,7 @@
 
 import platform
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import models
 from jobs.recipe.key import MISSING
 from jobs.recipe.references import known_values
 from jobs.resolved_recipe import Campaign, Stage
+from jobs.stage_folders import RECORD
 from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.variables import recorded
@@ -55,23 +57,32 @@ def forbidden_fields(stage: Stage) -> dict[str, object]:
     return recorded(config.as_json(fields))
 
 
+def changes_since(folder: Path, stage: Stage) -> dict[str, str]:
+    """Return the "forbid" fields that differ from the record in a stage's folder: field → description."""
+    before = recorded(artifacts.read_record(folder / RECORD)["forbid"])
+    return by_field(config.differences(before, forbidden_fields(stage)))
+
+
+def by_field(differences: Iterable[str]) -> dict[str, str]:
+    """Return descriptions such as "optim.lr: 0.1 → 0.2", by the name of the field."""
+    return {text.partition(":")[0]: text for text in differences}
+
+
 def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
     """Return the "warn" fields changed since the stage's last start: field → description.
 
     Data sets are compared by digest, or by path if an old record has no digest.
     """
-    record_path = directory / "stage.json"
+    record_path = directory / RECORD
     if not record_path.exists():
         return {}
     record = artifacts.read_record(record_path)
     contents = record.get("eval_inputs", {})
-    changes: dict[str, str] = {}
     now = recorded(config.tagged(stage.config, "warn"))
     # Ignore recorded keys that this version of Patchline no longer has, if their value is null.
     # Records of earlier versions have the values of environment variables.
     before = {name: recorded(value) for name, value in record["warn"].items() if name in now or value is not None}
-    for text in config.differences(before, now):
-        changes[text.partition(":")[0]] = text
+    changes = by_field(config.differences(before, now))
     for field, content in stage.eval_inputs.items():
         # A missing test set is not a change: a finished stage is skipped even if it is gone.
         if field not in contents or content == MISSING:
@@ -95,7 +106,7 @@ def unfinished_folder(campaign: Campaign, stage: Stage) -> Path | None:
         if (folder / "done.json").exists():
             return None
         # A stage without a checkpoint has nothing to lose.
-        if (folder / "stage.json").exists() and StageCheckpoints(campaign.storage, folder.name).committed():
+        if (folder / RECORD).exists() and StageCheckpoints(campaign.storage, folder.name).committed():
             return folder
     return None
 

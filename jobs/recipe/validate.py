@@ -14,18 +14,17 @@ Check of a finished stage: the digests of files read by later stages match the r
 Data from an earlier stage may not exist yet, so `run` validates each stage again right before it starts.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from data.checks import few
 from data.errors import DataError, ExitCode, PatchlineError
 from jobs.recipe import class_names
-from jobs.recipe.records import forbidden_fields, unfinished_folder
-from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage, reference
+from jobs.recipe.records import changes_since, unfinished_folder
+from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage
 from jobs.stage_folders import RECORD, stages_in
-from pipeline import artifacts, config
+from pipeline import artifacts
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
-from pipeline.variables import recorded
 
 LENGTH = ("steps", "passes", "optim.schedule.cooldown_steps")  # fields that change only how long a stage trains
 MAX_LISTED = 8  # missing inputs or changed keys listed in a message
@@ -63,16 +62,17 @@ def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[Check
             yield CheckResult.of(DataError(message), INPUTS)
         folder = unfinished_folder(campaign, stage)
         if folder is not None and not fresh:
-            record = artifacts.read_record(folder / "stage.json")
-            changes = config.differences(recorded(record["forbid"]), forbidden_fields(stage))
+            changes = changes_since(folder, stage)
+            lines = list(changes.values())
             if not changes:
-                changes = [f"key: {record['key'][:8]} → {stage.key[:8]}, from another version of Patchline"]
+                key = artifacts.read_record(folder / RECORD)["key"]
+                lines = [f"key: {key[:8]} → {stage.key[:8]}, from another version of Patchline"]
             yield CheckResult(
                 "FAIL",
                 "config",
-                f"{stage.name} is unfinished, and its config has changed:\n    " + "\n    ".join(changes),
+                f"{stage.name} is unfinished, and its config has changed:\n    " + "\n    ".join(lines),
                 "  to resume it, undo the change; to restart it from step 0, add --fresh (the old folder is kept)"
-                + ways_to_train_longer(stage, folder, available),
+                + ways_to_train_longer(stage, folder, changes, available),
                 ExitCode.CONFIG,
             )
         for reader in available.readers(stage):
@@ -81,14 +81,12 @@ def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[Check
     yield from stage.kind.checks(stage, available)
 
 
-def ways_to_train_longer(stage: Stage, folder: Path, available: Available) -> str:
+def ways_to_train_longer(stage: Stage, folder: Path, changed: Collection[str], available: Available) -> str:
     """Return lines with the commands that train a stage for more steps; "" if other settings have changed too."""
-    record = artifacts.read_record(folder / RECORD)
-    changes = config.differences(recorded(record["forbid"]), forbidden_fields(stage))
-    changed = {change.partition(":")[0] for change in changes}
-    if not stage.kind.trains or not changed or not changed <= set(LENGTH):
+    if not stage.kind.trains or not changed or not set(changed) <= set(LENGTH):
         return ""
-    ways = list(stage.kind.ways_to_train_longer(stage, record["forbid"], available))
+    before = artifacts.read_record(folder / RECORD)["forbid"]
+    ways = list(stage.kind.ways_to_train_longer(stage, before, available))
     if not (folder / artifacts.DONE).exists() and (available.campaign.remote is None):
         ways.append(
             f"start a new schedule from its newest weights: python -m jobs checkpoints export {folder} --to FOLDER, "
@@ -109,10 +107,9 @@ def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = F
         # A stage that resumes from a checkpoint does not need its initial weights, which may have been deleted.
         checkpoints = StageCheckpoints(campaign.storage, campaign.directory(stage).name)
         is_resumed = stage.kind.trains and not fresh and bool(checkpoints.committed())
-        for field, value in stage.parents.items():
-            link = reference(value)
-            if link is not None and not (is_resumed and field == "init"):
-                names.add(link[0])
+        for field, parent in stage.sources.items():
+            if not (is_resumed and field == "init"):
+                names.add(parent)
     finished: list[Stage] = []
     results: list[CheckResult] = []
     for stage in campaign.stages:
@@ -138,21 +135,21 @@ def restarted_stages(campaign: Campaign, stages: Sequence[Stage], available: Ava
         folders = [folder for folder in finished if folder.name == stage.name]
         if not folders or stage.source in reported or campaign.directory(stage).exists():
             continue
-        record = artifacts.read_record(folders[0].path / RECORD)
-        changes: dict[str, str] = {}
-        for change in config.differences(recorded(record["forbid"]), forbidden_fields(stage)):
-            key = change.partition(":")[0]
+        changes = changes_since(folders[0].path, stage)
+        # The content of an input is listed only if its name has not changed and no other stage writes it.
+        listed = []
+        for key, change in changes.items():
             field = key.removeprefix("content of ")
-            if key == field or (field not in changes and reference(stage.parents.get(field, "")) is None):
-                changes[key] = change
-        if not changes:
+            if key == field or (field not in changes and field not in stage.sources):
+                listed.append(change)
+        if not listed:
             continue
         reported.add(stage.source)
-        listed = few(list(changes.values()), MAX_LISTED, ", and {} more")
-        text = f"{stage.name} starts from step 0, because its settings differ from {folders[0]} (kept): {listed}"
+        text = f"{stage.name} starts from step 0, because its settings differ from {folders[0]} (kept): "
+        text += few(listed, MAX_LISTED, ", and {} more")
         if stage.kind.trains and stage.config.init is None:
             text += f"\n  to start from those weights instead of random ones, set {stage.source}.init={folders[0].path}"
-        text += ways_to_train_longer(stage, folders[0].path, available)
+        text += ways_to_train_longer(stage, folders[0].path, changes, available)
         yield CheckResult("WARN", "config", text)
 
 

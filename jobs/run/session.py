@@ -14,20 +14,17 @@
 10. close the watchers and the terminal, and leave the cluster.
 """
 
-import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from data.errors import ConfigError, Preempted
-from jobs.cluster.nodes import check_gpus, nodes_of, start_early
-from jobs.cluster.ray import connect, disconnect
-from jobs.cluster_config import ClusterConfig, cores
+from jobs.cluster.nodes import start_workers
+from jobs.cluster.ray import disconnect
 from jobs.ownership import Lease
 from jobs.recipe.records import changed_warnings
 from jobs.recipe.references import with_values
@@ -39,7 +36,6 @@ from jobs.run.sync import synced
 from jobs.run.watchers import Watcher, Watchers
 from jobs.terminal import typed_command
 from pipeline.artifacts import DIVERGED
-from pipeline.values import counted
 
 
 def run_campaign(
@@ -102,27 +98,6 @@ def sweep(run: Path) -> None:
         if path.is_file():
             with suppress(OSError):
                 path.unlink()
-
-
-def start_workers(cluster: ClusterConfig, log: RunLog) -> None:
-    """Start or join the Ray cluster, or start the fork server if workers are plain processes."""
-    # Importing the training code takes a second, mostly for torch. Meanwhile the fork server, or the processes of an
-    # embedded Ray cluster, start on another core.
-    start_early(cluster)
-    if cluster.backend == "processes":
-        check_gpus(cluster, cluster.least)  # before images are packed
-    import_module("pipeline.train")
-    if cluster.backend == "ray":
-        info = connect(cluster)
-        kind = "embedded, stops with this command" if info.embedded else f"joined at {info.address}"
-        log(f"ray: {counted(info.nodes, 'node')}, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
-        if info.dashboard:
-            log(f"dashboard: {info.dashboard} (for its token, run ray get-auth-token)")
-    nodes_of(cluster).warm_up()
-    load = os.getloadavg()[0]
-    if cluster.backend == "processes" and load > 2 * cores():
-        log(f"this machine is busy (load {load:.0f} on {cores()} cores), so the run will take longer than planned")
-    warn_of_unused_gpus(cluster, log)
 
 
 @dataclass
@@ -259,20 +234,3 @@ def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
     if not sections:
         campaign.stage(only)  # raises ConfigError, which suggests a similar name
     return [stage for stage in campaign.stages if stage.source in sections]
-
-
-def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> None:
-    """Log how many GPUs are unused, and which setting would use them."""
-    gpus, place = nodes_of(cluster).gpus_present()
-    used = cluster.most * cluster.gpus_per_worker
-    unused = f"unused GPUs: {gpus - used} of {gpus} in this {place}"
-    if gpus and not used:
-        log(f"{unused}: the workers use only the CPU; set cluster.gpus_per_worker=1 to use the GPUs")
-    # In a shared cluster, other people may use the remaining GPUs.
-    elif gpus > used and place == "machine":
-        workers_that_fit = gpus // cluster.gpus_per_worker
-        key = "cluster.workers" if cluster.least == cluster.most else "cluster.workers.most"
-        advice = f"set {key}={workers_that_fit} to use them"
-        if workers_that_fit == cluster.most:
-            advice = f"too few for one more worker with {cluster.gpus_per_worker} GPUs"
-        log(f"{unused}; {advice}")

@@ -25,7 +25,7 @@ from jobs.recipe import class_names
 from jobs.recipe.records import changed_warnings, environment, stage_record
 from jobs.recipe.references import source_of
 from jobs.recipe.validate import refuse, validate
-from jobs.resolved_recipe import Available, Context, Reads, reference
+from jobs.resolved_recipe import Available, Context, Reads
 from jobs.terminal import typed_command
 from pipeline import artifacts
 from pipeline.artifacts import DIVERGED
@@ -83,19 +83,15 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
 def check_parents(context: Context) -> None:
     """Raise ConfigError if a parent stage has not run, or Diverged if a parent stage has diverged."""
     stage = context.stage
-    for field, value in stage.parents.items():
-        link = reference(value)
-        if link is None:
-            continue
-        parent = link[0]
+    for field, parent in stage.sources.items():
         outcome = context.campaign.done(context.campaign.stage(parent))
         if outcome is None:
             raise ConfigError(
-                f"{stage.name}.{field} is {value}, which has not run\n"
+                f"{stage.name}.{field} is {stage.parents[field]}, which has not run\n"
                 f"  run the whole campaign, or first run --only {parent}"
             )
         if DIVERGED in outcome and not stage.kind.reads_outcomes:
-            raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {outcome[DIVERGED]}")
+            raise Diverged(f"{stage.name}.{field} is {stage.parents[field]}, which has diverged\n  {outcome[DIVERGED]}")
 
 
 def record_start(context: Context, began: float) -> None:

@@ -53,7 +53,7 @@ class Requirements:
     sets: dict[str, float | None]  # path of a data set → bytes/s that each worker reads; None: unknown
     is_shared: bool = True  # whether nodes share the run directory; False for runs in an object store
     not_made: list[str] = field(default_factory=list)  # data sets that an earlier stage will create
-    unused_gpus: list[str] = field(default_factory=list)  # warnings of session.warn_of_unused_gpus
+    unused_gpus: list[str] = field(default_factory=list)  # warnings of nodes.warn_of_unused_gpus
 
 
 class ClusterFacts:

@@ -30,7 +30,7 @@ from jobs.extras.recipe_text import describe_value
 from jobs.extras.studies import table
 from jobs.extras.studies.law import compute_of
 from jobs.recipe.records import unfinished_folder
-from jobs.resolved_recipe import Available, Campaign, Stage, reference
+from jobs.resolved_recipe import Available, Campaign, Stage
 from pipeline.extras.plan.cost import HOUR_S, Assumptions
 from pipeline.values import counted
 
@@ -102,10 +102,9 @@ class Plan:
             status = "would run"
             # If there is a finished folder with another key, a parent may have changed.
             if any(campaign.run.glob(f"{stage.name}-*/done.json")):
-                for value in stage.parents.values():
-                    link = reference(value)
-                    if link is not None and link[0] in self.would_run:
-                        status = f"would run again, because {link[0]} would"
+                for parent in stage.sources.values():
+                    if parent in self.would_run:
+                        status = f"would run again, because {parent} would"
                         break
         self.lines += ["", f"{stage.name} ({stage.kind.name}, key {stage.key[:8]}): {status}"]
         self.stages.append({"name": stage.name, "kind": stage.kind.name, "key": stage.key, "status": status})

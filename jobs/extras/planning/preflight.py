@@ -26,7 +26,7 @@ import models
 from data.errors import ExitCode, PatchlineError
 from jobs.answer import Answer, Document
 from jobs.cluster.failure import WorkerGroupError
-from jobs.cluster.nodes import ThisMachine, nodes_of
+from jobs.cluster.nodes import ThisMachine, nodes_of, warn_of_unused_gpus
 from jobs.cluster.worker_group import do_nothing, run_worker_group
 from jobs.extras.planning.checks import GROUP, NODES, STAGE
 from jobs.extras.planning.checks import results as results_of
@@ -35,7 +35,6 @@ from jobs.extras.planning.run_folders import temporary_run
 from jobs.extras.planning.stage_checks import GPU_FLOPS, TrainedFacts
 from jobs.recipe.validate import validate_all
 from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_made
-from jobs.run.session import warn_of_unused_gpus
 from jobs.stages.training import allowed_worlds
 from jobs.terminal import echo
 from pipeline.checkpoints.saver import bytes_to_come, checkpoint_bytes

@@ -102,7 +102,7 @@ def unfinished(campaign: Campaign, name: str) -> list[str]:
     needed = {name}
     for stage in reversed(campaign.stages):
         if stage.name in needed:
-            needed |= {link[0] for link in map(reference, stage.parents.values()) if link is not None}
+            needed.update(stage.sources.values())
     return [stage.name for stage in campaign.stages if stage.name in needed and campaign.done(stage) is None]
 
 

@@ -32,12 +32,12 @@ from jobs.cluster import embedded
 from jobs.cluster.agent import NodeAgent
 from jobs.cluster.elastic import Growth
 from jobs.cluster.failure import WorkerGroupError
-from jobs.cluster.nodes import nodes_of
+from jobs.cluster.nodes import nodes_of, warn_of_unused_gpus
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import Attempt
 from jobs.cluster.worker_group import AgentLink, WorkerGroup, do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
-from jobs.run.session import run_campaign, warn_of_unused_gpus
+from jobs.run.session import run_campaign
 from pipeline.monitoring.watchdog import Watch
 from pipeline.process_group import device_name
 from tests.support import campaigns, worker_functions
