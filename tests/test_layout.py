@@ -52,22 +52,6 @@ WALLS = (
     ("jobs.cluster", "jobs.run"),
 )  # the first does not import the second
 
-# Files whose tests compare a core module with an extra: they need the same fixtures for both.
-TESTS_OF_CORE_AND_EXTRAS = {
-    "test_data/index/test_tar.py",
-    "test_data/remote/test_cache.py",
-    "test_data/shards/test_indexing.py",
-    "test_data/shards/test_packing.py",
-    "test_data/shards/test_subset.py",
-    "test_data/test_storage.py",
-    "test_jobs/recipe/test_class_names.py",
-    "test_jobs/recipe/test_recipes.py",
-    "test_jobs/recipe/test_records.py",
-    "test_jobs/recipe/test_references.py",
-    "test_models/test_initial.py",
-    "test_pipeline/engine/test_engine.py",
-}
-
 KIND_MODULES = sorted({place.partition(":")[0] for place in KINDS.values()})
 
 
@@ -225,7 +209,7 @@ def test_tests_of_core_modules_import_no_extra() -> None:
             modules = [module for _, module in imports(path.read_text())]
             if "extras" not in path.parts and any(is_extra(module) for module in modules):
                 importers.add(str(path.relative_to(ROOT / "tests")))
-    assert importers <= TESTS_OF_CORE_AND_EXTRAS
+    assert importers == set()
 
 
 def test_no_two_classes_share_a_name() -> None:

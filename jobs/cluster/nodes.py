@@ -1,6 +1,5 @@
 """The nodes on which a campaign's workers run: this machine, or the nodes of a Ray cluster (ray_nodes.py).
 
-    start_workers(cluster, print)                           # before the first stage that needs workers
     nodes = nodes_of(cluster)
     world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # waits for free resources
     agents = nodes.agents(world)                            # one per node, reused by later attempts and stages
@@ -14,7 +13,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from data.errors import ClusterError
@@ -170,14 +168,15 @@ def start_early(cluster: ClusterConfig) -> None:
             embedded.start(cluster)
 
 
-def start_workers(cluster: ClusterConfig, log: Callable[[str], None]) -> None:
-    """Start or join the Ray cluster, or start the fork server if workers are plain processes."""
-    # Importing the training code takes a second, mostly for torch. Meanwhile the fork server, or the processes of an
-    # embedded Ray cluster, start on another core.
+def start_workers(cluster: ClusterConfig, log: Callable[[str], None], meanwhile: Callable[[], object]) -> None:
+    """Start or join the Ray cluster, or start the fork server if workers are plain processes.
+
+    `meanwhile` is called while the fork server, or the processes of an embedded Ray cluster, start on another core.
+    """
     start_early(cluster)
     if cluster.backend == "processes":
         check_gpus(cluster, cluster.least)  # before images are packed
-    import_module("pipeline.train")
+    meanwhile()
     if cluster.backend == "ray":
         info = connect(cluster)
         kind = "embedded, stops with this command" if info.embedded else f"joined at {info.address}"

@@ -18,6 +18,8 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,7 +74,8 @@ def run_campaign(
                 log(result.text)
             unfinished = [stage for stage in stages if campaign.done(stage) is None]
             if any(stage.kind.needs_workers for stage in unfinished):
-                start_workers(campaign.cluster, log)  # 6, once for all stages
+                # 6, once for all stages. Meanwhile import the training code, which takes a second, mostly for torch.
+                start_workers(campaign.cluster, log, partial(import_module, "pipeline.train"))
             session = Session(campaign, log, lease, watching, stopper, upload_files, fresh)
             rows = []
             for stage in stages:

@@ -26,7 +26,6 @@ from jobs.__main__ import main
 from jobs.cluster import supervisor
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster_config import ClusterConfig
-from jobs.extras.planning.run_folders import readable_run
 from jobs.ownership import Lease, claim_attempt
 from jobs.run import sync
 from pipeline import artifacts
@@ -489,22 +488,6 @@ def test_frozen_owner_is_replaced_and_uploads_nothing_when_it_wakes_up(run, mach
         with pytest.raises(RunOwned):
             sync.Sync(Bucket(run, machines[0]), frozen, print).put()
     assert objects(bucket, run)["log.txt"] == b"of the new one"
-
-
-def test_reader_does_not_change_the_folder_of_another_node_of_a_live_run(run, machines) -> None:
-    with synced(Bucket(run, machines[0]), print) as put:
-        (machines[0] / "log.txt").write_text("of the driver\n")
-        put()
-        # A worker on another node than the driver has its files in the run's folder there.
-        (machines[1] / "stage" / "checkpoints").mkdir(parents=True)
-        (machines[1] / "stage" / "metrics.jsonl").write_text("of this node\n")
-        before = files_of(machines[1])
-        with readable_run(Bucket(run, machines[1])) as folder:
-            assert files_of(folder) == {"log.txt": "of the driver\n"}
-        assert files_of(machines[1]) == before
-        assert not folder.exists()
-        with readable_run(Bucket(run, machines[0])) as folder:
-            assert folder != machines[1]
 
 
 def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, bucket, tmp_path, monkeypatch) -> None:

@@ -1,6 +1,5 @@
 """Tars are scanned, never extracted: all members that tarfile reads are found, hostile ones counted or refused."""
 
-import gzip
 import io
 import subprocess
 import tarfile
@@ -10,11 +9,10 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
-from data.extras.sources.tars import compressed_samples
 from data.index.index import Refusals
 from data.index.names import parse_labels
 from data.index.tar import BLOCK, DOTTED, HIDDEN, REPEATED, PaxRecords, check_end, members, normal_name, read_pax, walk
-from tests.support.foreign_tars import WRITERS, header, members_by_tarfile, old, padded
+from tests.support.foreign_tars import header, members_by_tarfile, old, padded
 from tests.support.tars import tar_of
 
 pytestmark = pytest.mark.quick
@@ -284,34 +282,6 @@ def test_file_has_the_same_key_whatever_program_wrote_its_tar(name: str, normal:
 
 
 IMAGES_AND_LABELS = [("cat/0.jpg", b"a" * 700), ("cat/0.cls", b"1"), ("dog/1.png", b"b" * 512), ("dog/1.cls", b"0")]
-LONG = "d/" + "x" * 60 + "/" + "y" * 70
-LONG_AND_FOREIGN = [("ünï/火.jpg", b"c" * 513), ("ünï/火.cls", b"2"), (f"{LONG}.jpg", b"z" * 9), (f"{LONG}.cls", b"7")]
-WITHOUT_LONG_NAMES = ("version 7", "slash", "folders", "contiguous")
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-def test_tars_of_all_programs_have_the_members_that_tarfile_reads(writer: str, tmp_path: Path) -> None:
-    members = list(IMAGES_AND_LABELS)
-    if writer not in WITHOUT_LONG_NAMES:
-        members += LONG_AND_FOREIGN
-    tar = WRITERS[writer](members)
-    by_tarfile = {name.lstrip("./"): content for name, content in members_by_tarfile(tar).items()}
-    assert {name: content for name, content in by_tarfile.items() if name in dict(members)} == dict(members)
-    result = walk(tar, "t.tar")
-    view = memoryview(tar)
-    pairs = {row.key.decode(): (bytes(row.image_in(view)), bytes(row.label_in(view))) for row in result.rows}
-    expected = {}
-    for (name, image), (_, label) in zip(members[::2], members[1::2], strict=True):
-        expected[name.rpartition(".")[0]] = (image, label)
-    assert pairs == expected
-    assert set(result.refused.counts) <= {HIDDEN}
-    # The reader of compressed tars gives the same samples and counts.
-    (tmp_path / "t.tar.gz").write_bytes(gzip.compress(tar))
-    refused = Refusals()
-    samples = compressed_samples(tmp_path / "t.tar.gz", refused)
-    streamed = {sample.key: (sample.image, sample.label) for sample in samples}
-    assert streamed == expected
-    assert not refused.counts
 
 
 @pytest.mark.parametrize("kind", [b"1", b"2", b"5"])
@@ -329,34 +299,6 @@ def test_the_content_of_a_link_is_stepped_over(size: int) -> None:
     """POSIX allows hard links to store their content; pax writes this with `-o linkdata`."""
     link = header(b"cat/9.jpg", size, b"1", link=b"cat/0.jpg") + padded(b"\xff" * size)
     assert [row.key for row in walk(link + old(IMAGES_AND_LABELS[:2]), "t.tar").rows] == [b"cat/0"]
-
-
-ENDS = {
-    "no end": (b"", "truncated"),
-    "one block": (bytes(BLOCK), ""),
-    "two blocks": (bytes(2 * BLOCK), ""),
-    "record of 20": (bytes(20 * BLOCK), ""),
-    "garbage": (bytes(2 * BLOCK) + b"garbage", "the tar ends at byte"),
-    "garbage instead of an end": (b"garbage" * 100, "no valid tar header"),
-    "another tar": (bytes(2 * BLOCK) + old(IMAGES_AND_LABELS[:2]), "the tar ends at byte"),
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_ends_of_tars_are_accepted_or_refused_by_the_reader_of_plain_and_compressed_ones(
-    end: str, tmp_path: Path
-) -> None:
-    content, problem = ENDS[end]
-    tar = old(IMAGES_AND_LABELS[:2])[: -2 * BLOCK] + content
-    (tmp_path / "t.tar.gz").write_bytes(gzip.compress(tar))
-    if not problem:
-        assert [row.key for row in walk(tar, "t.tar").rows] == [b"cat/0"]
-        assert [sample.key for sample in compressed_samples(tmp_path / "t.tar.gz", Refusals())] == ["cat/0"]
-        return
-    with pytest.raises(DataError, match=problem):
-        walk(tar, "t.tar")
-    with pytest.raises(DataError):
-        list(compressed_samples(tmp_path / "t.tar.gz", Refusals()))
 
 
 def test_tars_joined_by_gnu_tar_are_one_tar(tmp_path: Path) -> None:

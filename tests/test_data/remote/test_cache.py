@@ -18,7 +18,6 @@ import torch
 
 from data.decoder import send_heartbeat
 from data.errors import DataError, StorageError
-from data.extras.doctor.doctor import check
 from data.loader import TrainLoader
 from data.order import Ledger, Order
 from data.remote import cache as cache_module
@@ -208,36 +207,6 @@ def test_index_command_stopped_by_the_storage_resumes_without_downloading_again(
     assert main(command) == 0
     assert len(faulty.gets) == 3
     assert f"400 samples in 8 shards, 10 classes, digest {local.digest[:12]}" in capsys.readouterr().out
-
-
-def test_the_doctor_looks_at_remote_sets_too(faulty, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
-    gone = replace(faulty.index.shards[0], name="absent.tar", sha256="0" * 64)
-    report = check(replace(faulty.index, shards=(gone, *faulty.index.shards[1:3])), decode=False)
-    assert report.good == 100
-    assert "this shard or its bucket does not exist" in report.shards[0].problem
-
-
-def test_doctor_caches_shards_in_the_given_folder_and_continues_after_a_failed_download(
-    faulty, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr("data.remote.urls.random.uniform", lambda low, high: 0)
-    faulty.fault = lambda path: 503 if "000001" in path else None
-    command = ["data", "check", str(faulty.index.tables), "--cache", str(tmp_path / "cache")]
-    assert main(command) == 65
-    said = capsys.readouterr().out
-    assert "train-000001.tar: no response after 8 attempts" in said
-    assert "350 good samples" in said
-    copies = list((tmp_path / "cache").glob("*.tar"))
-    assert len(copies) == 7
-
-    # A corrupt copy is downloaded again, as a run would do.
-    content = bytearray(copies[0].read_bytes())
-    content[-2000] ^= 1
-    copies[0].write_bytes(content)
-    faulty.fault = lambda path: None
-    assert main(command) == 0
-    assert "400 good samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)

@@ -12,8 +12,6 @@ import pytest
 import webdataset
 
 from data.errors import DataError
-from data.extras.doctor.doctor import check
-from data.extras.sources.tars import tars
 from data.index.document import load_index
 from data.index.index import MAX_TYPES
 from data.shards.indexing import build_index, local_tars
@@ -49,7 +47,6 @@ def test_any_number_of_odd_names_is_summarised_in_a_few_lines(tmp_path, capsys):
     assert "refused: 1 × member type .e0s0, first x0.e0s0 of t0.tar" in lines
     assert f"refused: {2000 - MAX_TYPES:,} × member of another type, first x{MAX_TYPES}" in "\n".join(lines)
     assert load_index(tmp_path).refused.counts.total() == 2000
-    assert sum(check(load_index(tmp_path)).refused.counts.values()) == 2000
 
 
 def test_separated_images_and_labels_are_joined(tmp_path):
@@ -63,22 +60,6 @@ def test_separated_images_and_labels_are_joined(tmp_path):
     reader = ShardReader(index)
     expected = [(str(n), picture(n), str(n % 3).encode()) for n in range(5)]
     assert [reader.read(0, sample) for sample in range(index.samples)] == expected
-    assert check(index).ok
-
-
-def test_halves_whose_other_half_is_missing_are_counted_by_name_and_not_packed(tmp_path, capsys, caplog):
-    orphans = [("lonely.jpg", picture(1)), ("orphan.cls", b"1"), ("empty.jpg", b"")]
-    write_tar(tmp_path / "t.tar", [*samples(0, 3), *orphans])
-    assert main(["index", str(tmp_path), "--name", "t"]) == 0
-    said = capsys.readouterr().out
-    assert "refused: 1 × no image, first orphan of t.tar" in said
-    assert "refused: 1 × no label, first lonely of t.tar" in said
-    assert "refused: 1 × empty sample, first empty of t.tar" in said
-    packed = pack(tars(tmp_path), tmp_path / "packed")
-    assert packed.samples == 3
-    assert all(packed.table(0)["image_size"])
-    assert "samples were not packed" in caplog.text
-    assert "1 × no image, first orphan of t.tar" in caplog.text
 
 
 @pytest.mark.parametrize("size", [3, 40])

@@ -2,26 +2,17 @@
 
 import io
 import os
-import struct
 import tarfile
-import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import cv2
 import numpy as np
-import pyarrow
 import pytest
 import webdataset
-from pyarrow import parquet
 
 from data.errors import DataError
-from data.extras.doctor.doctor import check
-from data.extras.known_sets.imagenet import train as imagenet_train
-from data.extras.known_sets.imagenet import validation as imagenet_validation
-from data.extras.sources.tables import image_parquet, path_table
-from data.extras.sources.tars import tars
 from data.images.decode import decode, library
 from data.index.document import load_index
 from data.index.index import exclude
@@ -143,21 +134,6 @@ def test_class_folders_are_labelled_by_sorted_name_and_mixed(tmp_path):
     (tmp_path / "in" / "eel").mkdir()
     with pytest.raises(DataError, match=r"eel.*no images"):
         list(class_folders(tmp_path / "in"))
-
-
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_tables_of_paths_and_labels(tmp_path, kind):
-    (tmp_path / "a.jpg").write_bytes(picture(1))
-    (tmp_path / "b.jpg").write_bytes(picture(2))
-    if kind == "csv":
-        (tmp_path / "t.csv").write_text('path,label\na.jpg,3\nb.jpg,"1 2"\n')
-    else:
-        rows = pyarrow.table({"path": ["a.jpg", "b.jpg"], "label": [[3], [1, 2]]})
-        parquet.write_table(rows, tmp_path / "t.parquet")
-    made = {sample.key: sample for sample in path_table(tmp_path / f"t.{kind}")}
-    assert made["a"].labels == (3,)
-    assert made["b"].labels == (1, 2)
-    assert made["b"].read() == picture(2)
 
 
 def test_digits_split_is_stratified_and_fixed():
@@ -328,49 +304,6 @@ def test_a_source_never_holds_its_output(tmp_path, capsys):
     assert main(["run", str(recipe)]) == 65
 
 
-def png_header(width: int, height: int) -> bytes:
-    """Return a PNG header with these sides and without pixels."""
-    body = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = b""
-    for kind, content in ((b"IHDR", body), (b"IDAT", b""), (b"IEND", b"")):
-        chunks += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-    return b"\x89PNG\r\n\x1a\n" + chunks
-
-
-def test_packing_and_indexing_count_unusable_images_by_the_doctors_reasons(tmp_path, capsys, caplog):
-    folder = tmp_path / "photos" / "cat"
-    folder.mkdir(parents=True)
-    files = {"a.jpg": picture(1), "b.jpg": b"", "c.jpg": picture(2)[:-20], "d.png": png_header(20_000, 12_000)}
-    files |= {f"e{n}.jpg": b"<html>no such image</html>" for n in range(9)}
-    for name, body in files.items():
-        (folder / name).write_bytes(body)
-    (folder / "f.jpg").symlink_to("/nowhere.jpg")
-    assert main(["pack", "folder", str(folder.parent), str(tmp_path / "set"), "--name", "x"]) == 0
-    packed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("refused: ")]
-    assert "not packed" in caplog.text
-    assert "1 × broken link or device" in caplog.text
-    assert main(["index", str(tmp_path / "set"), "--output", str(tmp_path / "index"), "--name", "x"]) == 0
-    indexed = capsys.readouterr().out.splitlines()
-    assert packed
-    assert set(packed) <= set(indexed)
-    expected = Counter({"not a JPEG, PNG or WebP": 9, "no image": 1, "truncated": 1, "image too large": 1})
-    made = load_index(tmp_path / "set")
-    assert made.refused.counts == expected
-    assert made.refused.first["truncated"] == "cat/c of x-000000.tar"
-    assert check(made).bad.counts == expected
-    # On request, both decode the whole image: a file with a header and an end may still be broken.
-    whole = cv2.imencode(".png", np.zeros((9, 9, 3), np.uint8))[1].tobytes()
-    torn = whole[:45] + bytes(20) + whole[65:]
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / "t.tar").write_bytes(
-        tar_of({"a.jpg": picture(1), "a.cls": b"0", "b.png": torn, "b.cls": b"0"})
-    )
-    for command in (["pack", "tars"], ["index"]):
-        output = [str(tmp_path / "o1")] if command == ["pack", "tars"] else ["--output", str(tmp_path / "o2")]
-        assert main([*command, str(tmp_path / "torn"), *output, "--check"]) == 65
-        assert "bad: 1 × not decodable" in capsys.readouterr().out
-
-
 def test_hidden_files_and_folders_are_skipped_and_counted_like_other_files(tmp_path, caplog):
     hidden = ("cat/.hidden.jpg", "cat/.ipynb_checkpoints/a-checkpoint.jpg", "cat/b/.thumbnails/x/a.jpg")
     for name in (".git/x.jpg", *hidden, "cat/a.jpg", "cat/b.gif", "cat/notes.txt"):
@@ -378,38 +311,6 @@ def test_hidden_files_and_folders_are_skipped_and_counted_like_other_files(tmp_p
         (tmp_path / name).write_bytes(picture(1))
     assert [(s.key, s.labels) for s in class_folders(tmp_path)] == [("cat/a", (0,))]
     assert "because they are hidden or not jpg, jpeg, png, webp: 3 × hidden file, 1 × .gif, 1 × .txt" in caplog.text
-
-
-def test_foreign_tar_and_excel_table_are_read_by_their_content(tmp_path):
-    (tmp_path / "flat.tar").write_bytes(tar_of({"a.jpg": picture(1)}))
-    with pytest.raises(DataError, match=r"flat\.tar: a\.jpg: "):
-        list(imagenet_train(tmp_path / "flat.tar"))
-    (tmp_path / "a.jpg").write_bytes(picture(1))
-    (tmp_path / "table.csv").write_text("\ufeffpath,label\na.jpg,3\n", encoding="utf-8")
-    assert [s.labels for s in path_table(tmp_path / "table.csv")] == [(3,)]
-    (tmp_path / "table.csv").write_bytes("path,label\nä.jpg,3\n".encode("latin-1"))
-    with pytest.raises(DataError, match="not UTF-8 at byte 11"):
-        list(path_table(tmp_path / "table.csv"))
-
-
-def test_tars_with_restarting_keys_are_packed_together(tmp_path):
-    for name in ("x", "y"):
-        (tmp_path / f"{name}.tar").write_bytes(tar_of({"0.jpg": picture(1), "0.cls": b"3"}))
-    made = pack(tars(tmp_path), tmp_path / "set")
-    assert [ShardReader(made).read(0, n)[0] for n in (0, 1)] == ["x/0", "y/0"]
-
-
-def test_error_names_the_file_with_an_invalid_name_or_label(tmp_path):
-    pyarrow.parquet.write_table(
-        pyarrow.table({"image": [{"bytes": picture(1)}], "label": [-1]}), tmp_path / "a.parquet"
-    )
-    with pytest.raises(DataError, match=r"a\.parquet: row 0: '-1' contains no class ids"):
-        list(image_parquet(tmp_path / "a.parquet"))
-    folder = tmp_path / "photos" / "cat"
-    folder.mkdir(parents=True)
-    Path(os.fsdecode(bytes(folder) + b"/\xff.jpg")).write_bytes(picture(1))
-    with pytest.raises(DataError, match="must be UTF-8"):
-        list(class_folders(folder.parent))
 
 
 @needs_binding
@@ -420,34 +321,3 @@ def test_restart_markers_change_bytes_but_no_pixel(tmp_path):
     assert b"\xff\xd0" in packed.read(0, 0)[1]
     assert packed.read(0, 1)[1] == b"junk"
     assert np.array_equal(decode(packed.read(0, 0)[1]), decode(image))
-
-
-def test_tars_of_img2dataset_are_repacked_with_labels_from_json(tmp_path):
-    about = b'{"url": "http://x/1.jpg", "caption": "hi", "key": "000000001", "status": "success", "label": 4}'
-    body = tar_of({"000000001.jpg": picture(1), "000000001.json": about, "000000001.txt": b"hi", "2.jpg": picture(2)})
-    (tmp_path / "00000.tar").write_bytes(body)
-    (tmp_path / "00000_stats.json").write_text("{}")
-    (tmp_path / "00000.parquet").write_bytes(b"")
-    assert list(tars(tmp_path)) == [Sample("00000/000000001", picture(1), (4,))], "what has no label is left out"
-    (tmp_path / "00000.tar").write_bytes(tar_of({"a.jpg": picture(1), "a.json": b'{"caption": "hi"}'}))
-    with pytest.raises(DataError, match="no sample has both a label and an image"):
-        list(tars(tmp_path))
-
-
-@pytest.mark.parametrize(("image", "label"), [("image", "label"), ("img", "fine_label"), ("jpg", "label")])
-def test_parquet_of_hugging_face_and_of_img2dataset_is_read(tmp_path, image, label):
-    cells = [picture(n) if image == "jpg" else {"bytes": picture(n), "path": None} for n in range(3)]
-    rows = [{image: cell, label: n} for n, cell in enumerate(cells)]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train-0.parquet")
-    assert [(s.image, s.labels) for s in image_parquet(tmp_path)] == [(picture(n), (n,)) for n in range(3)]
-
-
-def test_imagenet_is_read_as_it_is_distributed(tmp_path):
-    inner = {f"n0{c}.tar": tar_of({f"n0{c}_{n}.JPEG": picture(10 * c + n) for n in range(3)}) for c in (2, 1)}
-    (tmp_path / "train.tar").write_bytes(tar_of(inner))
-    images_by_key = {s.key: (s.image, s.labels) for s in imagenet_train(tmp_path / "train.tar")}
-    assert images_by_key == {f"n0{c}_{n}": (picture(10 * c + n), (c - 1,)) for c in (1, 2) for n in range(3)}
-    (tmp_path / "val.tar").write_bytes(tar_of({f"v{n}.JPEG": picture(n) for n in (1, 0)}))
-    (tmp_path / "wnids.txt").write_text("n02\nn01\n")
-    val = imagenet_validation(tmp_path / "wnids.txt", tmp_path / "val.tar")
-    assert [(s.key, s.labels) for s in val] == [("v0", (1,)), ("v1", (0,))]

@@ -1,7 +1,6 @@
 """A subset is an index over the same tars: the samples chosen by a rule, with their original class ids."""
 
 import json
-import shlex
 import shutil
 import struct
 import sys
@@ -17,10 +16,8 @@ import pytest
 
 from data.draws import stratified
 from data.errors import ConfigError, DataError
-from data.evaluation import EvaluationSet
-from data.extras.doctor.doctor import check, repair
 from data.index.document import load_index
-from data.index.index import Index, exclude, join
+from data.index.index import Index, exclude
 from data.remote.config import CacheConfig
 from data.seal import seal
 from data.shards import subset
@@ -385,49 +382,6 @@ def test_altered_rows_and_an_altered_rule_are_seen(tmp_path, parent):
         held(load_index(folder))
 
 
-def test_training_evaluation_and_the_doctor_take_a_subset_as_any_set(tmp_path, parent):
-    index = make_subset(parent, tmp_path / "s", Rule(shots=2, seed=0))
-    numbers = held(index)
-    batches = list(EvaluationSet(index, batch_size=3, ops="resize(8)"))
-    assert torch_labels(batches) == [LABELS[number] for number in numbers]
-    report = check(index)
-    assert report.ok
-    assert report.good == len(numbers)
-    assert join([index, parent], [1, 1]).samples == len(numbers) + 25
-    dropped = exclude([index], [index.shards[0].name])[0]
-    assert dropped.digest != index.digest
-    assert dropped.samples < index.samples
-    # A corrupt sample is bad, and named.
-    tar = Path(index.location(0))
-    row = index.table(0)[0]
-    raw = bytearray(tar.read_bytes())
-    raw[int(row["image"]) + 5] ^= 1
-    tar.write_bytes(raw)
-    assert row["key"].decode() in "\n".join(check(index).lines(1))
-
-
-@pytest.mark.parametrize("is_lost", [True, False])
-def test_subset_without_a_table_has_no_good_samples_and_is_not_packed(tmp_path, parent, is_lost):
-    """Only the table excludes the held-out samples of its tar: the doctor must not use the whole tar instead."""
-    index = make_subset(parent, tmp_path / "s", Rule(shots=2, seed=0))
-    table = tmp_path / "s" / "train-000001.npy"
-    intact = index.samples - next(shard.samples for shard in index.shards if shard.name == "train-000001.tar")
-    if is_lost:
-        table.unlink()
-    else:
-        shutil.copy(parent.tables / table.name, table)
-    report = check(index)
-    assert report.good == intact
-    assert not report.ok
-    assert f"run {index.command}" in "\n".join(report.lines(1))
-    with pytest.raises(DataError, match=r"train-000001\.npy(?s:.*)jobs subset .*--shots=2 --seed=0"):
-        repair(index, tmp_path / "repaired", name="s")
-    assert not (tmp_path / "repaired").exists()
-    # The command in the error restores the subset with the same samples.
-    assert main(shlex.split(index.command)[3:]) == 0
-    assert repair(load_index(tmp_path / "s"), tmp_path / "repaired", name="s").samples == index.samples
-
-
 def test_a_shard_that_two_subsets_have_is_dropped_from_both_as_the_error_says(tmp_path, parent):
     """Both subsets use the same tars: a tar's name cannot distinguish them, and both lose a lost shard."""
     sets = [make_subset(parent, tmp_path / name, Rule(part=part)) for name, part in (("a", ":60%"), ("b", "40%:"))]
@@ -440,13 +394,6 @@ def test_a_shard_that_two_subsets_have_is_dropped_from_both_as_the_error_says(tm
     for before, after in zip(sets, left, strict=True):
         kept = [shard.samples * (shard.name != lost.name) for shard in before.shards]
         assert list(after.shard_samples) == kept != list(before.shard_samples)
-
-
-def torch_labels(batches) -> list[int]:
-    labels = []
-    for batch in batches:
-        labels += batch.labels[batch.mask][:, 0].tolist()
-    return labels
 
 
 # ------------------------------------------------------------------------------------------------ location

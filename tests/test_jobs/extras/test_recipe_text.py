@@ -8,8 +8,10 @@ import yaml
 
 from data.errors import ConfigError
 from jobs.commands.campaigns import shipped
-from jobs.extras.recipe_text import flat, resolved, with_fields
+from jobs.extras.recipe_text import describe_value, flat, resolved, with_fields
+from jobs.recipe.references import with_values
 from tests.support import campaigns
+from tests.support.choosers import finish_chooser, load_chooser
 
 ROOT = Path(__file__).parents[3]
 
@@ -69,3 +71,11 @@ def test_all_defaults_of_a_recipe_are_recorded(name):
         return
     expected = ROOT / "tests" / "recipes" / f"{name}.yaml"
     assert text == expected.read_text(), f"python -m jobs plan jobs/recipes/{name}.yaml --resolved > {expected}"
+
+
+def test_a_value_of_another_stage_is_described_before_and_after_it_is_known(tmp_path):
+    loaded = load_chooser(tmp_path)
+    assert describe_value(loaded, loaded.stage("user"), "rate") == "one of (0.5, 0.25), known after chooser"
+    finish_chooser(loaded, rate=0.25)
+    after = with_values(loaded)
+    assert describe_value(after, after.stage("user"), "rate") == "0.25, one of (0.5, 0.25) (chooser)"

@@ -12,7 +12,6 @@ import pytest
 import models
 from data.errors import DataError
 from data.evaluation import EvaluationSet
-from data.extras.doctor.doctor import check, repair
 from data.index.document import load_index, seal_of
 from data.index.index import join
 from data.shards.packing import pack
@@ -180,24 +179,6 @@ def texts(tmp_path: Path) -> Path:
     write_tar(tmp_path / "tars" / "t.tar", members)
     (tmp_path / "classes.txt").write_text("goldfish\ngreat white shark\ntench\n")
     return tmp_path / "tars"
-
-
-def test_text_labels_are_mapped_by_a_class_list(texts, tmp_path, capsys):
-    assert main(["index", str(texts), "--names", f"{tmp_path}/classes.txt"]) == 0
-    index = load_index(texts)
-    assert index.class_counts == (0, 2, 2)
-    assert index.names == ("goldfish", "great white shark", "tench")
-    batches = list(EvaluationSet(index, "resize(16)", batch_size=4))
-    assert batches[0].labels[:, 0].tolist() == [2, 1, 1, 2]
-    assert all(batches[0].mask)
-    report = check(index)
-    assert report.ok
-    assert report.classes == {1: 2, 2: 2}
-    assert repair(index, tmp_path / "mended", name="m").names == index.names
-    assert main(["pack", "tars", str(texts), f"{tmp_path}/packed"]) == 0, "by the names of the index beside them"
-    assert load_index(tmp_path / "packed").class_counts == (0, 2, 2)
-    assert main(["data", "stats", str(texts)]) == 0
-    assert "most: tench 2, great white shark 2" in capsys.readouterr().out
 
 
 def test_class_names_are_collected_from_text_labels_but_not_from_captions(tmp_path, capsys):

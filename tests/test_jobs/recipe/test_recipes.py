@@ -1,21 +1,16 @@
 """The recipes of the paper's tables: their settings, stated costs and published results."""
 
 import re
-import shlex
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import models
-from data.extras.known_sets.vtab_tasks import TASKS
 from jobs.commands.campaigns import RECIPES
 from jobs.resolved_recipe import Campaign
 from tests.support import campaigns as support
 
-DOCS = Path(__file__).parents[3] / "docs"
-WITH_SPLITS = ("cifar10", "cifar100", "pets", "flowers102", "vtab")
 SPEC = Path(__file__).parents[4] / "shared" / "reference" / "SPEC.md"
 # Table 3 of the paper: models, passes, peak learning rate, decay, weight decay, dropout.
 JFT = ("linear", 0.1, 0.0)
@@ -180,48 +175,6 @@ def test_table_4_recipes_have_a_grid_on_held_out_data_and_three_runs(name):
         assert (optim.name, optim.momentum, optim.weight_decay, optim.clip) == ("sgd", 0.9, 0, 1)
         assert optim.schedule.decay == "cosine"
     assert loaded.stage("resize").config.image_size == 384
-
-
-def test_vtab_is_19_tasks_in_three_groups_by_the_table_of_tasks():
-    loaded = load("transfer/vtab", [])
-    table = loaded.stage("finetune").config
-    assert len(table.runs) == 19 * 3
-    groups: dict[str, list[str]] = {"mean": [task.name for task in TASKS]}
-    for task in TASKS:
-        groups.setdefault(task.group, []).append(task.name)
-        cfg = loaded.stage(f"finetune.{task.name}.seed-0").config
-        assert cfg.model["classes"] == task.classes
-        # The table reckons with a crop that keeps 7/8 of each side, as BiT's does; an inception crop may keep 5 %.
-        crop = "random" if task.crop else "none"
-        assert (cfg.data.augment.crop, cfg.data.augment.flip) == (crop, task.flip), task.name
-        assert cfg.data.train == f"shards/vtab/{task.name}/train800val200"
-        assert cfg.data.evaluate == f"shards/vtab/{task.name}/test"
-        assert (cfg.steps, cfg.optim.lr, cfg.batch_size) == (2_500, 0.01, 512)
-    assert table.groups == groups
-
-
-@cache
-def documented() -> frozenset[str]:
-    """Return the data sets written by documented commands; one VTAB task represents all of them."""
-    places = set()
-    for page in ("data-sets", "vtab", "subsets"):
-        text = (DOCS / f"{page}.md").read_text()
-        for command in re.findall(r"^python -m jobs ((?:pack|subset) .*)$", text, re.M):
-            words = shlex.split(command, comments=True)
-            options = dict(pairwise(words))
-            output = options.get("--output") or words[3]
-            if words[1] in WITH_SPLITS:
-                assert output.endswith(f"/{options.get('--split', 'train')}"), command
-            tasks = [task.name for task in TASKS] if "--task" in options else [""]
-            places.update(output.replace(f"/{options.get('--task')}/", f"/{task}/") for task in tasks)
-    return frozenset(places)
-
-
-@pytest.mark.parametrize("name", [*(f"transfer/{name}" for name in (*TABLE_4, "vtab")), "vit_l16_i21k"])
-def test_every_data_set_of_a_recipe_has_a_documented_command(name):
-    read = set(re.findall(r"\bshards/[\w/-]+", (RECIPES / f"{name}.yaml").read_text()))
-    assert read, sorted(read - documented())
-    assert read <= documented(), sorted(read - documented())
 
 
 @pytest.mark.parametrize("name", [*TABLE_4, "vtab"])

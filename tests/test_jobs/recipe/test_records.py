@@ -12,8 +12,7 @@ from jobs.recipe.records import changed_warnings, environment, forbidden_fields,
 from jobs.resolved_recipe import Campaign
 from jobs.run.session import run_campaign
 from pipeline import artifacts, config, variables
-from pipeline.extras.replays.batch import TrainedStage
-from pipeline.variables import recorded
+from pipeline.variables import recorded, restored
 from tests.support import campaigns
 
 
@@ -100,7 +99,7 @@ def test_run_keeps_values_of_the_environment_out_of_its_records(recipe, tmp_path
     capsys.readouterr()
     run_campaign(campaigns.load(recipe, changes), only="pretrain")
     assert "skipped, finished with the same config and inputs" in capsys.readouterr().out
-    assert TrainedStage(stage).job["train"] == [str(place / "train")]
+    assert restored(task["job"]["train"], stage) == [str(place / "train")]
 
     # The same sets in another place have the same key. The change is shown, but neither value.
     other = tmp_path / "another place of bob"
@@ -115,7 +114,7 @@ def test_run_keeps_values_of_the_environment_out_of_its_records(recipe, tmp_path
     assert "otto" not in change
     assert "bob" not in change
     with pytest.raises(DataError, match=r"PLACE is not set, or has another value now"):
-        _ = TrainedStage(stage).job
+        restored(task["job"]["train"], stage)
 
     # A record of an earlier version has the value itself.
     monkeypatch.setenv("PLACE", str(place))

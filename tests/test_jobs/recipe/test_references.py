@@ -1,86 +1,23 @@
 """Values that another stage determines: placeholders before it has finished, its values afterwards, the same keys."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 
 from data.errors import ConfigError, DataError
-from jobs.extras.recipe_text import describe_value
-from jobs.extras.studies.table import waiting_for
-from jobs.recipe import campaign
 from jobs.recipe.records import stage_record
 from jobs.recipe.references import filled, references_in, value_at, with_field, with_values
-from jobs.resolved_recipe import Campaign, StageKind
+from jobs.resolved_recipe import Campaign
 from pipeline import artifacts
-from pipeline.config import Tags, tags
-from tests.support.campaigns import KINDS
+from tests.support.choosers import finish_chooser, load_chooser
 
 pytestmark = pytest.mark.quick
 
 
-@dataclass(frozen=True)
-class ChooserConfig:
-    rates: tuple[float, ...] = (0.5, 0.25)
-
-    RESUME: ClassVar[Tags] = tags(forbid="rates")
-
-
-class Chooser(StageKind):
-    """A kind of stage that determines one value for other stages and has no inputs."""
-
-    name = "chooser"
-    config = ChooserConfig
-    needs_workers = False
-
-    def placeholders(self, cfg: ChooserConfig) -> Mapping[str, object]:
-        return {"rate": cfg.rates[0]}
-
-    def values(self, folder: Path) -> Mapping[str, object]:
-        chosen: dict[str, object] = artifacts.read_record(folder / "chosen.json")["chosen"]
-        return chosen
-
-    def value_in_words(self, cfg: ChooserConfig, name: str) -> str:
-        return f"one of {cfg.rates}"
-
-
-@dataclass(frozen=True)
-class UserConfig:
-    rate: float = 1.0
-    title: str = ""
-    more: dict[str, Any] = field(default_factory=dict)
-
-    RESUME: ClassVar[Tags] = tags(forbid="rate more", free="title")
-
-
-class User(StageKind):
-    name = "user"
-    config = UserConfig
-    needs_workers = False
-
-
-ALL = {**KINDS, "chooser": Chooser(), "user": User()}
-RECIPE = "user: {rate: '@chooser/rate', title: '@home'}\nchooser: {}\n"
-
-
 @pytest.fixture
 def loaded(tmp_path: Path) -> Campaign:
-    (tmp_path / "recipe.yaml").write_text(f"run: {tmp_path}/run\n{RECIPE}")
-    return load(tmp_path)
-
-
-def load(folder: Path, *overrides: str) -> Campaign:
-    return campaign.load(folder / "recipe.yaml", list(overrides), ALL)
-
-
-def finish(loaded: Campaign, **chosen: float) -> None:
-    chooser = loaded.stage("chooser")
-    folder = loaded.directory(chooser)
-    folder.mkdir(parents=True)
-    artifacts.write_record(folder / "chosen.json", {"chosen": chosen})
-    artifacts.write_record(folder / "done.json", {"key": chooser.key})
+    return load_chooser(tmp_path)
 
 
 def test_the_config_has_a_placeholder_until_the_value_is_known(loaded):
@@ -88,38 +25,35 @@ def test_the_config_has_a_placeholder_until_the_value_is_known(loaded):
     assert user.config.rate == 0.5
     assert user.pending == ("rate",)
     assert user.references == {"rate": "@chooser/rate"}
-    assert describe_value(loaded, user, "rate") == "one of (0.5, 0.25), known after chooser"
 
 
 def test_a_stage_comes_after_the_stage_that_determines_its_value(loaded):
     assert [stage.name for stage in loaded.stages] == ["chooser", "user"]
-    assert waiting_for(loaded, loaded.stage("chooser")) == [loaded.stage("user")]
 
 
 def test_the_value_replaces_the_placeholder_and_the_key_does_not_change(loaded):
-    finish(loaded, rate=0.25)
+    finish_chooser(loaded, rate=0.25)
     after = with_values(loaded)
     user = after.stage("user")
     assert user.config.rate == 0.25
     assert user.pending == ()
     assert user.key == loaded.stage("user").key
-    assert describe_value(after, user, "rate") == "0.25, one of (0.5, 0.25) (chooser)"
     assert stage_record(user)["chosen"] == {"rate": 0.25}
     assert "chosen" not in stage_record(loaded.stage("user"))
 
 
 def test_a_recipe_loaded_later_has_the_value(loaded, tmp_path):
-    finish(loaded, rate=0.25)
-    assert load(tmp_path).stage("user").config.rate == 0.25
+    finish_chooser(loaded, rate=0.25)
+    assert load_chooser(tmp_path).stage("user").config.rate == 0.25
 
 
 def test_without_a_value_the_field_stays_pending(loaded):
-    finish(loaded)
+    finish_chooser(loaded)
     assert with_values(loaded).stage("user").pending == ("rate",)
 
 
 def test_a_stage_that_ran_with_another_value_is_refused(loaded):
-    finish(loaded, rate=0.25)
+    finish_chooser(loaded, rate=0.25)
     user = with_values(loaded).stage("user")
     folder = loaded.directory(user)
     folder.mkdir()
@@ -129,7 +63,7 @@ def test_a_stage_that_ran_with_another_value_is_refused(loaded):
 
 
 def test_the_key_depends_on_the_stage_that_determines_the_value(loaded, tmp_path):
-    other = load(tmp_path, "chooser.rates=[0.5,0.125]")
+    other = load_chooser(tmp_path, "chooser.rates=[0.5,0.125]")
     assert other.stage("user").config == loaded.stage("user").config
     assert other.stage("user").key != loaded.stage("user").key
 
@@ -138,12 +72,12 @@ def test_a_reference_to_an_unknown_value_is_refused(loaded, tmp_path):
     with pytest.raises(
         ConfigError, match=r"user\.rate is @chooser/rat, but chooser does not have the value 'rat'; did you mean"
     ):
-        load(tmp_path, "user.rate='@chooser/rat'")
+        load_chooser(tmp_path, "user.rate='@chooser/rat'")
 
 
 def test_other_strings_with_an_at_sign_are_unchanged(loaded, tmp_path):
     assert loaded.stage("user").config.title == "@home"
-    user = load(tmp_path, "user.more.handle='@nobody/here'").stage("user")
+    user = load_chooser(tmp_path, "user.more.handle='@nobody/here'").stage("user")
     assert user.config.more == {"handle": "@nobody/here"}
 
 

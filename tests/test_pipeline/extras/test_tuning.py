@@ -10,8 +10,11 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from data.errors import ConfigError
 from jobs.__main__ import main
+from jobs.cluster.worker_group import run_worker_group
+from jobs.cluster_config import ClusterConfig
 from pipeline.engine.settings import deepspeed_config
 from pipeline.extras.tuning import TUNING
+from tests.support import ranks
 
 
 def settings_with(text: str, folder: Path, *, zero: int = 2, precision: str = "fp32") -> dict[str, Any]:
@@ -145,3 +148,50 @@ def test_plan_and_run_both_refuse_before_anything_starts(command: str, recipe: P
     assert "pretrain: deepspeed file" in error
     assert "set precision=bf16 or precision=fp32" in error
     assert not list((recipe.parent / "run").glob("*/checkpoints/step-*"))
+
+
+# Odd values for every key that a user's DeepSpeed file may set, by ZeRO stage.
+ODD_VALUES: dict[str, Any] = {
+    "overlap_comm": True,
+    "contiguous_gradients": False,
+    "reduce_bucket_size": 50,
+    "allgather_bucket_size": 40,
+    "use_multi_rank_bucket_allreduce": False,
+    "sub_group_size": 100,
+    "stage3_prefetch_bucket_size": 30,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_model_persistence_threshold": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_module_granularity_threshold": 10,
+    "stage3_use_all_reduce_for_fetch_params": True,
+    "stage3_allgather_sequential": True,
+}
+
+
+@pytest.mark.parametrize(("zero", "precision"), [(1, "bf16"), (2, "bf16"), (3, "fp32")])
+def test_allowed_settings_of_a_deepspeed_file_change_no_bit(zero, precision, tmp_path: Path):
+    assert set(ODD_VALUES) == set(TUNING)
+    section = {}
+    for key, value in ODD_VALUES.items():
+        if zero in TUNING[key]:
+            section[key] = value
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": section}))
+    results: dict[str, Any] = {}
+    for name, settings in (("plain", {}), ("tuned", {"deepspeed": str(file)})):
+        results[name] = run_worker_group(
+            ranks.go_back_and_repeat,
+            {"zero": zero, "precision": precision, **settings},
+            cluster=ClusterConfig(workers=2, backend="processes"),
+            name=name,
+            directory=tmp_path,
+        )
+    plain = results["plain"]
+    tuned = results["tuned"]
+    assert tuned["bucket"] == 50
+    assert tuned["end"] == plain["end"]
+    assert tuned["losses"] == plain["losses"]
+    assert tuned["back"]
+    assert tuned["repeats"]
+    assert tuned["unharmed"]

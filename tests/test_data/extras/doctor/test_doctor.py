@@ -1,27 +1,38 @@
 """The data check counts every kind of fault exactly, and a repaired set trains."""
 
+import shlex
+import shutil
 import struct
 import tarfile
+import zlib
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 
+from data.errors import DataError
+from data.evaluation import EvaluationSet
 from data.extras.doctor.doctor import check, repair
 from data.extras.doctor.page import write_page
 from data.extras.doctor.report import Report, ShardReport
 from data.images.decode import Header, library
+from data.index.document import load_index
+from data.index.index import Index, exclude, join
 from data.index.shard import Shard
 from data.loader import TrainLoader
 from data.order import Order
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
+from data.shards.subset import Rule
 from data.sources.samples import Sample, digits
-from tests.support.tars import write_tar
+from jobs.__main__ import main
+from tests.support.archives import make_subset
+from tests.support.tars import picture, tar_of, write_tar
 
 pytestmark = pytest.mark.quick
 
@@ -234,3 +245,170 @@ def test_repair_keeps_the_declared_number_of_classes(tmp_path):
     write_tar(folder / "s.tar", [member for number in range(3) for member in sample(number)])
     index = build_index(folder, output=tmp_path / "index", classes=12)
     assert repair(index, tmp_path / "well").classes == 12
+
+
+LABELS = [3, 0, 1, 1, 2, 0, 3, 3, 1, 0, 2, 1, 0, 0, 3, 1, 2, 3, 1, 0, 1, 3, 0, 1, 3]  # of s00, s01, …
+
+
+NAMES = ("ant", "bee", "cat", "dog", "eel")  # no sample is an eel
+
+
+@pytest.fixture
+def parent(tmp_path) -> Index:
+    """Return 25 samples in the shards train-000000.tar (7), …, train-000003.tar (4)."""
+    samples = [Sample(f"s{number:02d}", picture(10 * number, 16), (label,)) for number, label in enumerate(LABELS)]
+    return pack(samples, tmp_path / "shards" / "train", shard_samples=7, classes=5, names=NAMES)
+
+
+def held(index: Index) -> list[int]:
+    """Return the numbers of an index's samples in order, read from its tars; compare each with its label."""
+    reader = ShardReader(index)
+    numbers = []
+    for shard, samples in enumerate(index.shard_samples):
+        for sample in range(samples):
+            key, image, label = reader.read(shard, sample)
+            number = int(key[1:])
+            assert image == picture(10 * number, 16)
+            assert int(label) == LABELS[number]
+            numbers.append(number)
+    return numbers
+
+
+def test_training_evaluation_and_the_doctor_take_a_subset_as_any_set(tmp_path, parent):
+    index = make_subset(parent, tmp_path / "s", Rule(shots=2, seed=0))
+    numbers = held(index)
+    batches = list(EvaluationSet(index, batch_size=3, ops="resize(8)"))
+    assert torch_labels(batches) == [LABELS[number] for number in numbers]
+    report = check(index)
+    assert report.ok
+    assert report.good == len(numbers)
+    assert join([index, parent], [1, 1]).samples == len(numbers) + 25
+    dropped = exclude([index], [index.shards[0].name])[0]
+    assert dropped.digest != index.digest
+    assert dropped.samples < index.samples
+    # A corrupt sample is bad, and named.
+    tar = Path(index.location(0))
+    row = index.table(0)[0]
+    raw = bytearray(tar.read_bytes())
+    raw[int(row["image"]) + 5] ^= 1
+    tar.write_bytes(raw)
+    assert row["key"].decode() in "\n".join(check(index).lines(1))
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_subset_without_a_table_has_no_good_samples_and_is_not_packed(tmp_path, parent, is_lost):
+    """Only the table excludes the held-out samples of its tar: the doctor must not use the whole tar instead."""
+    index = make_subset(parent, tmp_path / "s", Rule(shots=2, seed=0))
+    table = tmp_path / "s" / "train-000001.npy"
+    intact = index.samples - next(shard.samples for shard in index.shards if shard.name == "train-000001.tar")
+    if is_lost:
+        table.unlink()
+    else:
+        shutil.copy(parent.tables / table.name, table)
+    report = check(index)
+    assert report.good == intact
+    assert not report.ok
+    assert f"run {index.command}" in "\n".join(report.lines(1))
+    with pytest.raises(DataError, match=r"train-000001\.npy(?s:.*)jobs subset .*--shots=2 --seed=0"):
+        repair(index, tmp_path / "repaired", name="s")
+    assert not (tmp_path / "repaired").exists()
+    # The command in the error restores the subset with the same samples.
+    assert main(shlex.split(index.command)[3:]) == 0
+    assert repair(load_index(tmp_path / "s"), tmp_path / "repaired", name="s").samples == index.samples
+
+
+def torch_labels(batches) -> list[int]:
+    labels = []
+    for batch in batches:
+        labels += batch.labels[batch.mask][:, 0].tolist()
+    return labels
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Write a tar with text labels, in a .cls and in a .json, and a file with the class names."""
+    labels = [
+        ("0.cls", b"tench"),
+        ("1.json", b'{"label": "great white shark"}'),
+        ("2.cls", b"1"),
+        ("3.cls", b"tench\n"),
+    ]
+    members = []
+    for name, label in labels:
+        members += [(f"{name[0]}.jpg", picture(int(name[0]), 16)), (name, label)]
+    (tmp_path / "tars").mkdir()
+    write_tar(tmp_path / "tars" / "t.tar", members)
+    (tmp_path / "classes.txt").write_text("goldfish\ngreat white shark\ntench\n")
+    return tmp_path / "tars"
+
+
+def test_text_labels_are_mapped_by_a_class_list(texts, tmp_path, capsys):
+    assert main(["index", str(texts), "--names", f"{tmp_path}/classes.txt"]) == 0
+    index = load_index(texts)
+    assert index.class_counts == (0, 2, 2)
+    assert index.names == ("goldfish", "great white shark", "tench")
+    batches = list(EvaluationSet(index, "resize(16)", batch_size=4))
+    assert batches[0].labels[:, 0].tolist() == [2, 1, 1, 2]
+    assert all(batches[0].mask)
+    report = check(index)
+    assert report.ok
+    assert report.classes == {1: 2, 2: 2}
+    assert repair(index, tmp_path / "mended", name="m").names == index.names
+    assert main(["pack", "tars", str(texts), f"{tmp_path}/packed"]) == 0, "by the names of the index beside them"
+    assert load_index(tmp_path / "packed").class_counts == (0, 2, 2)
+    assert main(["data", "stats", str(texts)]) == 0
+    assert "most: tench 2, great white shark 2" in capsys.readouterr().out
+
+
+def png_header(width: int, height: int) -> bytes:
+    """Return a PNG header with these sides and without pixels."""
+    body = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = b""
+    for kind, content in ((b"IHDR", body), (b"IDAT", b""), (b"IEND", b"")):
+        chunks += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return b"\x89PNG\r\n\x1a\n" + chunks
+
+
+def test_packing_and_indexing_count_unusable_images_by_the_doctors_reasons(tmp_path, capsys, caplog):
+    folder = tmp_path / "photos" / "cat"
+    folder.mkdir(parents=True)
+    files = {"a.jpg": picture(1), "b.jpg": b"", "c.jpg": picture(2)[:-20], "d.png": png_header(20_000, 12_000)}
+    files |= {f"e{n}.jpg": b"<html>no such image</html>" for n in range(9)}
+    for name, body in files.items():
+        (folder / name).write_bytes(body)
+    (folder / "f.jpg").symlink_to("/nowhere.jpg")
+    assert main(["pack", "folder", str(folder.parent), str(tmp_path / "set"), "--name", "x"]) == 0
+    packed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("refused: ")]
+    assert "not packed" in caplog.text
+    assert "1 × broken link or device" in caplog.text
+    assert main(["index", str(tmp_path / "set"), "--output", str(tmp_path / "index"), "--name", "x"]) == 0
+    indexed = capsys.readouterr().out.splitlines()
+    assert packed
+    assert set(packed) <= set(indexed)
+    expected = Counter({"not a JPEG, PNG or WebP": 9, "no image": 1, "truncated": 1, "image too large": 1})
+    made = load_index(tmp_path / "set")
+    assert made.refused.counts == expected
+    assert made.refused.first["truncated"] == "cat/c of x-000000.tar"
+    assert check(made).bad.counts == expected
+    # On request, both decode the whole image: a file with a header and an end may still be broken.
+    whole = cv2.imencode(".png", np.zeros((9, 9, 3), np.uint8))[1].tobytes()
+    torn = whole[:45] + bytes(20) + whole[65:]
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "t.tar").write_bytes(
+        tar_of({"a.jpg": picture(1), "a.cls": b"0", "b.png": torn, "b.cls": b"0"})
+    )
+    for command in (["pack", "tars"], ["index"]):
+        output = [str(tmp_path / "o1")] if command == ["pack", "tars"] else ["--output", str(tmp_path / "o2")]
+        assert main([*command, str(tmp_path / "torn"), *output, "--check"]) == 65
+        assert "bad: 1 × not decodable" in capsys.readouterr().out
+
+
+def test_members_of_odd_types_and_separated_halves_are_counted_as_while_indexing(tmp_path):
+    odd = [(f"x{number}.e{number}", b"") for number in range(2000)]
+    good = [member for number in range(5) for member in sample(number)]
+    write_tar(tmp_path / "t.tar", [*good[::2], *good[1::2], *odd])
+    index = build_index(tmp_path, name="t")
+    report = check(index)
+    assert report.good == 5
+    assert report.refused.counts == index.refused.counts
+    assert report.refused.counts.total() == 2000

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from data.errors import DataError
 from data.extras.known_sets.imagenet import labelled_images, real
+from data.extras.known_sets.imagenet import train as imagenet_train
+from data.extras.known_sets.imagenet import validation as imagenet_validation
 from data.extras.sources.members import members
 from data.index.document import load_index
 from data.shards.packing import pack
@@ -26,6 +28,7 @@ from pipeline.monitoring.watchdog import Phases
 from tests.support import archives
 from tests.support.archives import packed, picture, tar_bytes, write_folder
 from tests.support.golden import read_golden
+from tests.support.tars import tar_of
 
 pytestmark = pytest.mark.quick
 
@@ -165,3 +168,14 @@ def test_real_keeps_all_labels_and_excludes_unlabelled_images(tmp_path, capsys):
     assert main(command) == 65
     assert "4 images" in (said := capsys.readouterr().err)
     assert "but 3 labels in" in said
+
+
+def test_imagenet_is_read_as_it_is_distributed(tmp_path):
+    inner = {f"n0{c}.tar": tar_of({f"n0{c}_{n}.JPEG": picture(10 * c + n) for n in range(3)}) for c in (2, 1)}
+    (tmp_path / "train.tar").write_bytes(tar_of(inner))
+    images_by_key = {s.key: (s.image, s.labels) for s in imagenet_train(tmp_path / "train.tar")}
+    assert images_by_key == {f"n0{c}_{n}": (picture(10 * c + n), (c - 1,)) for c in (1, 2) for n in range(3)}
+    (tmp_path / "val.tar").write_bytes(tar_of({f"v{n}.JPEG": picture(n) for n in (1, 0)}))
+    (tmp_path / "wnids.txt").write_text("n02\nn01\n")
+    val = imagenet_validation(tmp_path / "wnids.txt", tmp_path / "val.tar")
+    assert [(s.key, s.labels) for s in val] == [("v0", (1,)), ("v1", (0,))]

@@ -2,13 +2,21 @@
 
 import itertools
 import json
+import re
+import shlex
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data.extras.known_sets import vtab_tasks
-from data.extras.known_sets.vtab_tasks import label_of
+from data.extras.known_sets.vtab_tasks import TASKS, label_of
 from data.images.preprocess import preprocess
+from jobs.commands.campaigns import RECIPES
+from jobs.resolved_recipe import Campaign
+from tests.support import campaigns as support
 from tests.support.golden import GOLDEN, needs_golden
 
 # Examples of every split, as task_adaptation's own tests expect them (data/*_test.py: train, val, test).
@@ -134,3 +142,65 @@ def test_augmentations_that_change_labels_are_disabled() -> None:
     assert no_flip == {"svhn", "dsprites_x_position", "dsprites_orientation", "smallnorb_azimuth"}
     no_crop = {task.name for task in vtab_tasks.TASKS if not task.crop}
     assert no_crop == {"clevr_count", "clevr_distance", "dmlab", "dsprites_x_position", "kitti_distance"}
+
+
+DOCS = Path(__file__).parents[4] / "docs"
+
+
+WITH_SPLITS = ("cifar10", "cifar100", "pets", "flowers102", "vtab")
+
+
+# Table 4: steps, learning rates, and the held-out share of the training set.
+TABLE_4 = {
+    "imagenet": (20_000, [0.003, 0.01, 0.03, 0.06], "99%", 1000),
+    "cifar10": (10_000, [0.001, 0.003, 0.01, 0.03], "98%", 10),
+    "cifar100": (10_000, [0.001, 0.003, 0.01, 0.03], "98%", 100),
+    "pets": (500, [0.001, 0.003, 0.01, 0.03], "90%", 37),
+    "flowers102": (500, [0.001, 0.003, 0.01, 0.03], "90%", 102),
+}
+
+
+def load(name: str, overrides: list[str]) -> Campaign:
+    return support.load(RECIPES / f"{name}.yaml", overrides)
+
+
+def test_vtab_is_19_tasks_in_three_groups_by_the_table_of_tasks():
+    loaded = load("transfer/vtab", [])
+    table = loaded.stage("finetune").config
+    assert len(table.runs) == 19 * 3
+    groups: dict[str, list[str]] = {"mean": [task.name for task in TASKS]}
+    for task in TASKS:
+        groups.setdefault(task.group, []).append(task.name)
+        cfg = loaded.stage(f"finetune.{task.name}.seed-0").config
+        assert cfg.model["classes"] == task.classes
+        # The table reckons with a crop that keeps 7/8 of each side, as BiT's does; an inception crop may keep 5 %.
+        crop = "random" if task.crop else "none"
+        assert (cfg.data.augment.crop, cfg.data.augment.flip) == (crop, task.flip), task.name
+        assert cfg.data.train == f"shards/vtab/{task.name}/train800val200"
+        assert cfg.data.evaluate == f"shards/vtab/{task.name}/test"
+        assert (cfg.steps, cfg.optim.lr, cfg.batch_size) == (2_500, 0.01, 512)
+    assert table.groups == groups
+
+
+@cache
+def documented() -> frozenset[str]:
+    """Return the data sets written by documented commands; one VTAB task represents all of them."""
+    places = set()
+    for page in ("data-sets", "vtab", "subsets"):
+        text = (DOCS / f"{page}.md").read_text()
+        for command in re.findall(r"^python -m jobs ((?:pack|subset) .*)$", text, re.M):
+            words = shlex.split(command, comments=True)
+            options = dict(pairwise(words))
+            output = options.get("--output") or words[3]
+            if words[1] in WITH_SPLITS:
+                assert output.endswith(f"/{options.get('--split', 'train')}"), command
+            tasks = [task.name for task in TASKS] if "--task" in options else [""]
+            places.update(output.replace(f"/{options.get('--task')}/", f"/{task}/") for task in tasks)
+    return frozenset(places)
+
+
+@pytest.mark.parametrize("name", [*(f"transfer/{name}" for name in (*TABLE_4, "vtab")), "vit_l16_i21k"])
+def test_every_data_set_of_a_recipe_has_a_documented_command(name):
+    read = set(re.findall(r"\bshards/[\w/-]+", (RECIPES / f"{name}.yaml").read_text()))
+    assert read, sorted(read - documented())
+    assert read <= documented(), sorted(read - documented())

@@ -1,5 +1,8 @@
 """Tables of paths and Parquet files with images, written by hand."""
 
+import os
+from pathlib import Path
+
 import cv2
 import numpy as np
 import pyarrow
@@ -7,7 +10,10 @@ import pytest
 from pyarrow import parquet
 
 from data.errors import DataError
+from data.extras.known_sets.imagenet import train as imagenet_train
 from data.extras.sources.tables import image_parquet, parquet_classes, path_table, table_classes
+from data.sources.folders import class_folders
+from tests.support.tars import picture, tar_of
 
 pytestmark = pytest.mark.quick
 
@@ -68,3 +74,51 @@ def test_text_labels_of_a_parquet_without_class_names_are_numbered_in_order_of_t
     parquet.write_table(pyarrow.table(rows), tmp_path / "train.parquet")
     assert parquet_classes(tmp_path) == ("cat", "dog")
     assert [sample.labels for sample in image_parquet(tmp_path)] == [(1,), (0,), (1,)]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_tables_of_paths_and_labels(tmp_path, kind):
+    (tmp_path / "a.jpg").write_bytes(picture(1))
+    (tmp_path / "b.jpg").write_bytes(picture(2))
+    if kind == "csv":
+        (tmp_path / "t.csv").write_text('path,label\na.jpg,3\nb.jpg,"1 2"\n')
+    else:
+        rows = pyarrow.table({"path": ["a.jpg", "b.jpg"], "label": [[3], [1, 2]]})
+        parquet.write_table(rows, tmp_path / "t.parquet")
+    made = {sample.key: sample for sample in path_table(tmp_path / f"t.{kind}")}
+    assert made["a"].labels == (3,)
+    assert made["b"].labels == (1, 2)
+    assert made["b"].read() == picture(2)
+
+
+def test_foreign_tar_and_excel_table_are_read_by_their_content(tmp_path):
+    (tmp_path / "flat.tar").write_bytes(tar_of({"a.jpg": picture(1)}))
+    with pytest.raises(DataError, match=r"flat\.tar: a\.jpg: "):
+        list(imagenet_train(tmp_path / "flat.tar"))
+    (tmp_path / "a.jpg").write_bytes(picture(1))
+    (tmp_path / "table.csv").write_text("\ufeffpath,label\na.jpg,3\n", encoding="utf-8")
+    assert [s.labels for s in path_table(tmp_path / "table.csv")] == [(3,)]
+    (tmp_path / "table.csv").write_bytes("path,label\nä.jpg,3\n".encode("latin-1"))
+    with pytest.raises(DataError, match="not UTF-8 at byte 11"):
+        list(path_table(tmp_path / "table.csv"))
+
+
+def test_error_names_the_file_with_an_invalid_name_or_label(tmp_path):
+    pyarrow.parquet.write_table(
+        pyarrow.table({"image": [{"bytes": picture(1)}], "label": [-1]}), tmp_path / "a.parquet"
+    )
+    with pytest.raises(DataError, match=r"a\.parquet: row 0: '-1' contains no class ids"):
+        list(image_parquet(tmp_path / "a.parquet"))
+    folder = tmp_path / "photos" / "cat"
+    folder.mkdir(parents=True)
+    Path(os.fsdecode(bytes(folder) + b"/\xff.jpg")).write_bytes(picture(1))
+    with pytest.raises(DataError, match="must be UTF-8"):
+        list(class_folders(folder.parent))
+
+
+@pytest.mark.parametrize(("image", "label"), [("image", "label"), ("img", "fine_label"), ("jpg", "label")])
+def test_parquet_of_hugging_face_and_of_img2dataset_is_read(tmp_path, image, label):
+    cells = [picture(n) if image == "jpg" else {"bytes": picture(n), "path": None} for n in range(3)]
+    rows = [{image: cell, label: n} for n, cell in enumerate(cells)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train-0.parquet")
+    assert [(s.image, s.labels) for s in image_parquet(tmp_path)] == [(picture(n), (n,)) for n in range(3)]

@@ -6,16 +6,23 @@ import lzma
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import pytest
 
 from data.errors import DataError
 from data.extras.sources.members import Member
-from data.extras.sources.tars import tars
+from data.extras.sources.tars import compressed_samples, tars
+from data.index.index import Refusals
+from data.index.tar import BLOCK, HIDDEN, walk
 from data.shards.indexing import build_index
+from data.shards.packing import pack
+from data.shards.reader import ShardReader
 from data.sources.samples import Sample
+from jobs.__main__ import main
 from tests.support.archives import packed, picture, tar_bytes
-from tests.support.tars import open_tar
+from tests.support.foreign_tars import WRITERS, members_by_tarfile, old
+from tests.support.tars import open_tar, tar_of, write_tar
 
 
 def test_compressed_and_plain_webdataset_tars_give_the_same_set(tmp_path, caplog):
@@ -111,3 +118,109 @@ def test_huge_extension_header_and_huge_file_are_rejected(tmp_path):
     assert member.read(101) == bytes(101)
     with pytest.raises(DataError, match=r"an\.tar: m\.jpg is larger than the limit of 100 bytes"):
         member.read(100)
+
+
+IMAGES_AND_LABELS = [("cat/0.jpg", b"a" * 700), ("cat/0.cls", b"1"), ("dog/1.png", b"b" * 512), ("dog/1.cls", b"0")]
+
+
+LONG = "d/" + "x" * 60 + "/" + "y" * 70
+
+
+LONG_AND_FOREIGN = [("ünï/火.jpg", b"c" * 513), ("ünï/火.cls", b"2"), (f"{LONG}.jpg", b"z" * 9), (f"{LONG}.cls", b"7")]
+
+
+WITHOUT_LONG_NAMES = ("version 7", "slash", "folders", "contiguous")
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_tars_of_all_programs_have_the_members_that_tarfile_reads(writer: str, tmp_path: Path) -> None:
+    members = list(IMAGES_AND_LABELS)
+    if writer not in WITHOUT_LONG_NAMES:
+        members += LONG_AND_FOREIGN
+    tar = WRITERS[writer](members)
+    by_tarfile = {name.lstrip("./"): content for name, content in members_by_tarfile(tar).items()}
+    assert {name: content for name, content in by_tarfile.items() if name in dict(members)} == dict(members)
+    result = walk(tar, "t.tar")
+    view = memoryview(tar)
+    pairs = {row.key.decode(): (bytes(row.image_in(view)), bytes(row.label_in(view))) for row in result.rows}
+    expected = {}
+    for (name, image), (_, label) in zip(members[::2], members[1::2], strict=True):
+        expected[name.rpartition(".")[0]] = (image, label)
+    assert pairs == expected
+    assert set(result.refused.counts) <= {HIDDEN}
+    # The reader of compressed tars gives the same samples and counts.
+    (tmp_path / "t.tar.gz").write_bytes(gzip.compress(tar))
+    refused = Refusals()
+    samples = compressed_samples(tmp_path / "t.tar.gz", refused)
+    streamed = {sample.key: (sample.image, sample.label) for sample in samples}
+    assert streamed == expected
+    assert not refused.counts
+
+
+ENDS = {
+    "no end": (b"", "truncated"),
+    "one block": (bytes(BLOCK), ""),
+    "two blocks": (bytes(2 * BLOCK), ""),
+    "record of 20": (bytes(20 * BLOCK), ""),
+    "garbage": (bytes(2 * BLOCK) + b"garbage", "the tar ends at byte"),
+    "garbage instead of an end": (b"garbage" * 100, "no valid tar header"),
+    "another tar": (bytes(2 * BLOCK) + old(IMAGES_AND_LABELS[:2]), "the tar ends at byte"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_ends_of_tars_are_accepted_or_refused_by_the_reader_of_plain_and_compressed_ones(
+    end: str, tmp_path: Path
+) -> None:
+    content, problem = ENDS[end]
+    tar = old(IMAGES_AND_LABELS[:2])[: -2 * BLOCK] + content
+    (tmp_path / "t.tar.gz").write_bytes(gzip.compress(tar))
+    if not problem:
+        assert [row.key for row in walk(tar, "t.tar").rows] == [b"cat/0"]
+        assert [sample.key for sample in compressed_samples(tmp_path / "t.tar.gz", Refusals())] == ["cat/0"]
+        return
+    with pytest.raises(DataError, match=problem):
+        walk(tar, "t.tar")
+    with pytest.raises(DataError):
+        list(compressed_samples(tmp_path / "t.tar.gz", Refusals()))
+
+
+def test_tars_with_restarting_keys_are_packed_together(tmp_path):
+    for name in ("x", "y"):
+        (tmp_path / f"{name}.tar").write_bytes(tar_of({"0.jpg": picture(1), "0.cls": b"3"}))
+    made = pack(tars(tmp_path), tmp_path / "set")
+    assert [ShardReader(made).read(0, n)[0] for n in (0, 1)] == ["x/0", "y/0"]
+
+
+def test_tars_of_img2dataset_are_repacked_with_labels_from_json(tmp_path):
+    about = b'{"url": "http://x/1.jpg", "caption": "hi", "key": "000000001", "status": "success", "label": 4}'
+    body = tar_of({"000000001.jpg": picture(1), "000000001.json": about, "000000001.txt": b"hi", "2.jpg": picture(2)})
+    (tmp_path / "00000.tar").write_bytes(body)
+    (tmp_path / "00000_stats.json").write_text("{}")
+    (tmp_path / "00000.parquet").write_bytes(b"")
+    assert list(tars(tmp_path)) == [Sample("00000/000000001", picture(1), (4,))], "what has no label is left out"
+    (tmp_path / "00000.tar").write_bytes(tar_of({"a.jpg": picture(1), "a.json": b'{"caption": "hi"}'}))
+    with pytest.raises(DataError, match="no sample has both a label and an image"):
+        list(tars(tmp_path))
+
+
+def samples(first: int, count: int) -> list[tuple[str, bytes]]:
+    members = []
+    for number in range(first, first + count):
+        members += [(f"{number}.jpg", picture(number)), (f"{number}.cls", str(number % 3).encode())]
+    return members
+
+
+def test_halves_whose_other_half_is_missing_are_counted_by_name_and_not_packed(tmp_path, capsys, caplog):
+    orphans = [("lonely.jpg", picture(1)), ("orphan.cls", b"1"), ("empty.jpg", b"")]
+    write_tar(tmp_path / "t.tar", [*samples(0, 3), *orphans])
+    assert main(["index", str(tmp_path), "--name", "t"]) == 0
+    said = capsys.readouterr().out
+    assert "refused: 1 × no image, first orphan of t.tar" in said
+    assert "refused: 1 × no label, first lonely of t.tar" in said
+    assert "refused: 1 × empty sample, first empty of t.tar" in said
+    packed = pack(tars(tmp_path), tmp_path / "packed")
+    assert packed.samples == 3
+    assert all(packed.table(0)["image_size"])
+    assert "samples were not packed" in caplog.text
+    assert "1 × no image, first orphan of t.tar" in caplog.text

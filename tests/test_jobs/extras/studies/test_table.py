@@ -24,7 +24,7 @@ from jobs.commands import status
 from jobs.extras import recipe_text
 from jobs.extras.monitor.trackers import facts_of
 from jobs.extras.planning.plan import plan
-from jobs.extras.studies.table import means_by_metric
+from jobs.extras.studies.table import means_by_metric, waiting_for
 from jobs.recipe import records
 from jobs.recipe.references import with_values
 from jobs.resolved_recipe import Available, CheckResult, Context, Stage
@@ -35,6 +35,7 @@ from pipeline.evaluation.document import evaluation_record
 from pipeline.evaluation.intervals import over_draws
 from pipeline.extras.plan.cost import Assumptions
 from tests.support.campaigns import load, with_methods
+from tests.support.choosers import load_chooser
 from tests.support.sweep_tables import finish, make_table
 
 ROOT = Path(__file__).parents[4]
@@ -503,3 +504,8 @@ def test_cifar10_goes_from_tars_to_one_table_with_intervals(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "evaluate, in %" in out
     assert "finetune, in %" in out
+
+
+def test_a_stage_waits_for_the_stage_that_determines_its_value(tmp_path):
+    loaded = load_chooser(tmp_path)
+    assert waiting_for(loaded, loaded.stage("chooser")) == [loaded.stage("user")]
