@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -37,15 +37,14 @@ READ_BEFORE = "link to a folder already read, in a linked folder"
 NO_FILE = "broken link or device"
 
 
-def files_below(folder: Path, skipped: Counter[str], *, in_order: bool = True) -> Iterator[Path]:
+def files_below(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
     """Yield the files below a folder, sorted by name in each folder; count skipped files by kind in `skipped`.
 
-    With `in_order=False`, the first files arrive before a large folder is completely listed, in any order.
     Raises OSError if a folder cannot be listed.
     """
     # Parents count as folders above too: a link in a class folder may lead to the folder of all classes.
     parents = {*folder.absolute().parents, *folder.resolve().parents}
-    yield from _walk(folder, skipped, tuple(map(_identity, parents)), in_order, set(), 0)
+    yield from _walk(folder, skipped, tuple(map(_identity, parents)), set(), 0)
 
 
 def matching(pattern: str | os.PathLike[str]) -> list[Path]:
@@ -82,7 +81,7 @@ def class_folders_in(root: Path, skipped: Counter[str] | None = None) -> list[st
 
 
 def _walk(
-    folder: Path, skipped: Counter[str], above: tuple[Identity, ...], in_order: bool, read: set[Identity], links: int
+    folder: Path, skipped: Counter[str], above: tuple[Identity, ...], read: set[Identity], links: int
 ) -> Iterator[Path]:
     """Yield the files below a folder; `links` is the number of links in its path.
 
@@ -96,10 +95,7 @@ def _walk(
         skipped[READ_BEFORE] += 1
         return
     read.add(identity)
-    entries: Iterable[os.DirEntry[str]] = os.scandir(folder)
-    if in_order:
-        entries = sorted(entries, key=lambda entry: entry.name)
-    for entry in entries:
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         path = Path(entry.path)
         try:
             is_folder = entry.is_dir()
@@ -113,7 +109,7 @@ def _walk(
         if is_folder and (entry.name.startswith(".") or entry.name in SYSTEM_FOLDERS):
             _count_skipped(path, skipped)
         elif is_folder:
-            yield from _walk(path, skipped, (*above, identity), in_order, read, links + entry.is_symlink())
+            yield from _walk(path, skipped, (*above, identity), read, links + entry.is_symlink())
         # macOS writes a `._1.jpg` next to a 1.jpg on foreign file systems; it is not an image.
         elif entry.name.startswith("."):
             skipped[HIDDEN] += 1

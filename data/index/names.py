@@ -25,7 +25,6 @@ NO_LABEL = "no label"
 NO_NAME = "label is a text that no class list has"  # reason for skipping a sample
 NO_TEXT = "label is not text"
 ONE_HOT = "label is a one-hot vector, not class ids"
-LABEL_REASONS = (NO_LABEL, NO_NAME, NO_TEXT, ONE_HOT)  # reasons why a sample has no class
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 INTEGRAL = re.compile(r"[0-9]+\.0+")  # a float with an integral value: 3.0
 MAX_CLASSES = 1_000_000  # larger ids count as mistakes (JFT-300M has 18,291 classes)

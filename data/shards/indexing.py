@@ -39,7 +39,18 @@ from data.errors import DataError
 from data.images.decode import MAX_BYTES, BadImage, decode, read_header
 from data.index.document import SUFFIX, image_folders, load_index
 from data.index.index import Index, Refusals
-from data.index.names import LABEL_REASONS, MAX_CLASSES, Names, NoLabel, ids_of, parse_labels, preview
+from data.index.names import (
+    MAX_CLASSES,
+    NO_LABEL,
+    NO_NAME,
+    NO_TEXT,
+    ONE_HOT,
+    Names,
+    NoLabel,
+    ids_of,
+    parse_labels,
+    preview,
+)
 from data.index.shard import SampleRow, Shard, table_path, write_table
 from data.index.tar import DOTTED, Walk, check_nothing_excluded, mapped, walk
 from data.optional import load_optional
@@ -55,6 +66,7 @@ from data.walk import matching
 MAX_ERRORS = 20  # unusable shards that an error lists individually
 DECODED = 4  # samples decoded per shard
 NOT_DECODED = "looked at, and "  # prefix of the reason if a decoded sample is not an image
+LABEL_REASONS = (NO_LABEL, NO_NAME, NO_TEXT, ONE_HOT)  # reasons why a sample has no class
 PACKING_SETTING = r"\d+ \d+ (True|False)"  # the setting in a packing's journal, see `packing.pack`
 
 

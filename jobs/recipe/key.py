@@ -43,9 +43,10 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     for field_name, (value, reads) in inputs.items():
         link = reference(value)
         if link is not None:
-            check_part(f"{stage.name}.{field_name}", value, reads, earlier, kinds)
             parent_name, part = link
-            keys[field_name] = f"{earlier[parent_name].key}/{part}"
+            parent = earlier[parent_name]
+            check_part(f"{stage.name}.{field_name}", value, reads, parent, part, kinds)
+            keys[field_name] = f"{parent.key}/{part}"
             continue
         require(value != "???", f"{stage.name}.{field_name} is missing\n  expected a path, or @stage")
         try:
@@ -125,9 +126,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     if corrected:
         identity["corrected"] = corrected
 
-    parents = {}
-    for name, (value, _reads) in inputs.items():
-        parents[name] = value
+    parents = {name: value for name, (value, _reads) in inputs.items()}
     stage = replace(
         stage,
         parents={**parents, **stage.references},
@@ -141,12 +140,8 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     return replace(stage, missing=tuple(missing))
 
 
-def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, Stage], kinds: Kinds) -> None:
+def check_part(field_name: str, value: str, reads: Reads, parent: Stage, part: str, kinds: Kinds) -> None:
     """Raise ConfigError if a field refers to a stage that does not have the required type of output."""
-    link = reference(value)
-    assert link is not None, "called only for references"
-    parent_name, part = link
-    parent = earlier[parent_name]
     if reads in (Reads.WEIGHTS, Reads.ANY_WEIGHTS):
         # Users often type the sweep's table instead of one of its runs.
         if parent.kind.reads_outcomes:

@@ -18,8 +18,6 @@ system may lag by some seconds.
 A new attempt uses the newest complete checkpoint (`choose`); pipeline/checkpoints/restore.py loads it.
 """
 
-import os
-import shutil
 import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import CheckpointError, RunOwned, StorageError
-from data.files import MANIFEST, error_text, size_text, wait_until_seen, write_atomically
+from data.files import error_text, size_text, wait_until_seen
 from data.storage import Folder, Storage
 from pipeline.checkpoints.manifest import (
     ChunkedRecord,
@@ -207,24 +205,6 @@ class StageCheckpoints:
         if leftovers:
             raise OSError(f"could not delete all files of {', '.join(leftovers)}; the next start will try again")
         return removed
-
-    def adopt(self, source: Path, key: str | None = None) -> None:
-        """Add a checkpoint from another folder on this disk to this stage, atomically, with `key` as its stage key.
-
-        Its files are hard-linked if possible, and are never modified. Raises CheckpointError if the checkpoint is
-        damaged, or OSError if the storage fails.
-        """
-        manifest = inspect_checkpoint(Folder(source.parent), source.name)
-        staged = self.local / f".tmp-{source.name}-linked"
-        try:
-            shutil.copytree(source, staged, copy_function=os.link)
-        except OSError:  # another disk, one without hard links, or leftovers of a killed start
-            shutil.rmtree(staged, ignore_errors=True)
-            shutil.copytree(source, staged)
-        if key is not None:
-            # The manifest is replaced by a renamed new file: the other folder keeps its own.
-            write_atomically(staged / MANIFEST, sealed(replace(manifest, key=key)))
-        staged.rename(self.local / source.name)
 
     # ------------------------------------------------------------------------ starting
 

@@ -86,7 +86,6 @@ def import_deepspeed() -> ModuleType:
 
     Raises ConfigError if DeepSpeed lacks a name used here.
     """
-    # The import is inside this function because DeepSpeed reads the variable when it is imported.
     # DeepSpeed looks for an accelerator when it is imported; the import waits until the variable is set.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed

@@ -4,10 +4,17 @@ A branch (`begin`) continues training from a checkpoint of another stage, the tr
 into the branch's folder (jobs/extras/studies/law.py), and the workers of the branch resume from it.
 """
 
-from dataclasses import dataclass
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 from data.checks import at_least
+from data.files import MANIFEST, write_atomically
+from data.storage import Folder
+from pipeline.checkpoints.manifest import inspect_checkpoint, sealed
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.config import Tags, require, tags
 from pipeline.hooks import Hook
 from pipeline.training_config import TrainConfig
@@ -46,3 +53,22 @@ class Branch(Hook):
     """Hook that adds the config fields of BranchConfig, and has no effect on the training loop."""
 
     Config = BranchConfig
+
+
+def link_checkpoint(source: Path, target: StageCheckpoints, key: str | None = None) -> None:
+    """Add a checkpoint from another folder on this disk to a stage, atomically, with `key` as its stage key.
+
+    Its files are hard-linked if possible, and are never modified. Raises CheckpointError if the checkpoint is damaged,
+    or OSError if the storage fails.
+    """
+    manifest = inspect_checkpoint(Folder(source.parent), source.name)
+    staged = target.local / f".tmp-{source.name}-linked"
+    try:
+        shutil.copytree(source, staged, copy_function=os.link)
+    except OSError:  # another disk, one without hard links, or leftovers of a killed start
+        shutil.rmtree(staged, ignore_errors=True)
+        shutil.copytree(source, staged)
+    if key is not None:
+        # The manifest is replaced by a renamed new file: the other folder keeps its own.
+        write_atomically(staged / MANIFEST, sealed(replace(manifest, key=key)))
+    staged.rename(target.local / source.name)

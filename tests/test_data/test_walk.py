@@ -126,13 +126,6 @@ def test_a_skipped_folder_without_files_counts_for_nothing(tmp_path: Path, name:
     assert not skipped
 
 
-def test_files_in_any_order_are_the_same_files(tmp_path: Path) -> None:
-    tree(tmp_path, "cat/1.jpg", "cat/deep/2.jpg", "3.jpg", ".hidden.jpg", "@eaDir/4.jpg")
-    first, second = Counter(), Counter()
-    assert sorted(files_below(tmp_path, first, in_order=False)) == sorted(files_below(tmp_path, second))
-    assert first == second
-
-
 @pytest.mark.parametrize(
     ("pattern", "names"),
     [

@@ -25,7 +25,7 @@ from pipeline import artifacts, config
 from pipeline.checkpoints.manifest import step_of
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.config import require
-from pipeline.extras.branches import BranchConfig
+from pipeline.extras.branches import BranchConfig, link_checkpoint
 from pipeline.extras.power_law import law_of
 from pipeline.optimization import learning_rate
 from pipeline.training_config import TrainConfig, has_one_shape
@@ -227,7 +227,7 @@ def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
             if pair[0] < begin:
                 earlier.append(pair)
         artifacts.write_record(context.directory / artifacts.EXCLUDED_STEPS, {"stretches": earlier})
-    context.checkpoints.adopt(commits.local / names[begin], context.stage.key)
+    link_checkpoint(commits.local / names[begin], context.checkpoints, context.stage.key)
 
 
 # ------------------------------------------------------------------------------------------------ laws

@@ -26,6 +26,7 @@ from data.order import Mixture, Order
 from pipeline import artifacts
 from pipeline.checkpoints.manifest import committed, read_manifest, step_of
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
+from pipeline.extras.branches import link_checkpoint
 from pipeline.extras.recorded_config import recorded_config
 from pipeline.monitoring.telemetry import Record, read_metrics, steps_in
 from pipeline.training_config import TrainConfig, phase_at
@@ -194,7 +195,7 @@ class TrainedStage:
         target.mkdir(parents=True, exist_ok=True)
         checkpoints = checkpoints_in(target / "checkpoints")
         if start and not checkpoints.committed():
-            checkpoints.adopt(self.commits[start])
+            link_checkpoint(self.commits[start], checkpoints)
         if (self.folder / artifacts.EXCLUDED_STEPS).exists():
             shutil.copy(self.folder / artifacts.EXCLUDED_STEPS, target / artifacts.EXCLUDED_STEPS)
 

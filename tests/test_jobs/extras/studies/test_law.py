@@ -184,7 +184,7 @@ def test_the_evaluation_of_the_last_step_is_scored(step, was, verdict, tmp_path,
     assert log[0].endswith(f"at step {step}, measured {was:.4f}: {verdict}")
 
 
-def test_branch_inherits_the_excluded_steps_before_its_first_step(tmp_path):
+def test_branch_inherits_the_excluded_steps_before_its_first_step(tmp_path, monkeypatch):
     trunk = tmp_path / "trunk"
     branch = tmp_path / "branch"
     branch.mkdir()
@@ -193,16 +193,17 @@ def test_branch_inherits_the_excluded_steps_before_its_first_step(tmp_path):
         checkpoint.mkdir(parents=True)
         (checkpoint / "MANIFEST.json").touch()
     artifacts.write_record(trunk / artifacts.EXCLUDED_STEPS, {"stretches": [[2, 4], [6, 9], [8, 10], [12, 14]]})
-    adopted = []
+    linked = []
+    monkeypatch.setattr("jobs.extras.studies.law.link_checkpoint", lambda source, *_: linked.append(source.name))
     context: Any = SimpleNamespace(
         campaign=SimpleNamespace(path_of=lambda link: str(trunk)),
         stage=SimpleNamespace(name="branch", key="k"),
         directory=branch,
-        checkpoints=SimpleNamespace(adopt=lambda source, key: adopted.append(source.name)),
+        checkpoints=None,
     )
     cfg: Any = SimpleNamespace(init="@trunk")
     branch_off(cfg, 8, context)
-    assert adopted == ["step-0000000008"]
+    assert linked == ["step-0000000008"]
     assert artifacts.read_record(branch / artifacts.EXCLUDED_STEPS)["stretches"] == [[2, 4], [6, 9]]
     with pytest.raises(
         DataError, match=r"branch\.begin is 12, but .* has no commit of this step\n  expected one of 8, 16"
