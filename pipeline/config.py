@@ -128,25 +128,6 @@ def _filled(
         raise ConfigError(f"{stage_path}: {error}") from None
 
 
-def build_recorded(kind: type[Config], values: Mapping[str, Any], where: str) -> Config:
-    """Build a config from plain values in a record, which an earlier version of Patchline may have written.
-
-    Keys that no longer exist are ignored if their value is null. Raises ConfigError like `build`.
-    """
-    known = {field.name for field in dataclasses.fields(kind)}
-    usable = {name: value for name, value in values.items() if name in known or value is not None}
-    return build(kind, usable, where)
-
-
-def with_defaults(config: Config, names: str) -> Config:
-    """Return the config with the named fields reset to their defaults; unknown field names are ignored."""
-    defaults = {}
-    for field in dataclasses.fields(config):
-        if field.name in names.split():
-            defaults[field.name] = default_of(field)
-    return dataclasses.replace(config, **defaults)  # type: ignore[type-var]
-
-
 def default_of(field: "dataclasses.Field[Any]") -> Any:
     """Return the default value of a dataclass field, which must have a default."""
     if field.default_factory is not dataclasses.MISSING:

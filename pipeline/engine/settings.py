@@ -1,15 +1,8 @@
-"""Builds DeepSpeed's settings for a stage; a user's ds_config.json may tune data movement (pipeline/extras/tuning.py).
+"""Builds DeepSpeed's settings for a stage; a user's file may tune data movement (pipeline/extras/tuning.py)."""
 
-Gradients are summed over the workers in buckets, which `plan` describes:
-    reduction_line({"stage": 2}, parameters=632_045_800, world=8)
-    →  "13 buckets of 50 million gradients, 190.7 MiB each; the backward pass waits for each (overlap_comm off)"
-"""
-
-import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from data.files import memory_text
 from pipeline.training_config import TrainConfig
 
 Settings: TypeAlias = Mapping[str, Any]  # a DeepSpeed configuration, or a section of one, as JSON values
@@ -74,28 +67,3 @@ def deepspeed_config(
 def bucket_size(parameters: int) -> int:
     """Return the default bucket size, in elements, for stages whose DeepSpeed file does not set one."""
     return min(parameters, MAX_IN_A_BUCKET)
-
-
-def reduction_line(zero_optimization: Settings, parameters: int, world: int, exact_parts: int = 0) -> str:
-    """Describe the gradient reduction over workers: the buckets, and whether it overlaps with the backward pass.
-
-    `zero_optimization` is the section with that name in `deepspeed_config`. Returns "" for a single worker.
-    """
-    if world == 1:
-        return ""
-    if exact_parts:
-        return "all gradients at once after the backward pass, in a fixed order (exact_parts)"
-    if zero_optimization["stage"] == 0:
-        return "all gradients at once after the backward pass (ZeRO 0)"
-    size = zero_optimization.get("reduce_bucket_size", bucket_size(parameters))
-    buckets = math.ceil(parameters / size)
-    pieces = f"{buckets} buckets of {size / 1e6:,.3g} million gradients"
-    if buckets == 1:
-        pieces = f"one bucket of {parameters / 1e6:,.3g} million gradients"
-    when = "the backward pass waits for each (overlap_comm off)"
-    overlaps = zero_optimization.get("overlap_comm")
-    if overlaps is None:  # by default DeepSpeed overlaps only at ZeRO 3
-        overlaps = zero_optimization["stage"] == 3
-    if overlaps:
-        when = "during the backward pass (overlap_comm on)"
-    return f"{pieces}, {memory_text(size * 4)} each; {when}"

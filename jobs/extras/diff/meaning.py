@@ -28,6 +28,7 @@ from jobs.resolved_recipe import Available, Campaign, Kinds, Stage, StageKind, r
 from jobs.stages import evaluate, fewshot
 from models.configs import ModelConfig, ViTConfig, from_dict
 from pipeline import config
+from pipeline.extras.recorded_config import build_recorded
 from pipeline.optimization import learning_rate
 from pipeline.training_data import steps_of
 
@@ -197,7 +198,7 @@ def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
             name=stage.name,
             row=stage.name,
             kind=kind,
-            config=config.build_recorded(kind.config, record["config"], stage.name),
+            config=build_recorded(kind.config, record["config"], stage.name),
             model=model,
             image_size=image_size,
             size_key=f"{stage.name}.model.image_size",

@@ -14,12 +14,13 @@ import math
 from collections.abc import Callable
 
 import models
+from data.files import memory_text
 from data.order import shares as shares_of
 from jobs.extras.planning.checks import STAGE, results
 from jobs.extras.planning.stage_checks import TrainedFacts
 from jobs.extras.planning.trial import trial_key
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
-from pipeline.engine.settings import engine_settings, reduction_line
+from pipeline.engine.settings import Settings, bucket_size, engine_settings
 from pipeline.extras.plan.cost import (
     GPUS,
     HOUR_S,
@@ -299,3 +300,31 @@ class PlannedTraining(TrainedFacts):
         if self.cfg.evaluate_every and not self.is_asynchronous:
             times += (self.steps - 1) // self.cfg.evaluate_every - self.taken.start // self.cfg.evaluate_every
         return images * times
+
+
+def reduction_line(zero_optimization: Settings, parameters: int, world: int, exact_parts: int = 0) -> str:
+    """Describe the gradient reduction over workers: the buckets, and whether it overlaps with the backward pass.
+
+    `zero_optimization` is the section with that name in `deepspeed_config`. Returns "" for a single worker.
+
+        reduction_line({"stage": 2}, parameters=632_045_800, world=8)
+        →  "13 buckets of 50 million gradients, 190.7 MiB each; the backward pass waits for each (overlap_comm off)"
+    """
+    if world == 1:
+        return ""
+    if exact_parts:
+        return "all gradients at once after the backward pass, in a fixed order (exact_parts)"
+    if zero_optimization["stage"] == 0:
+        return "all gradients at once after the backward pass (ZeRO 0)"
+    size = zero_optimization.get("reduce_bucket_size", bucket_size(parameters))
+    buckets = math.ceil(parameters / size)
+    pieces = f"{buckets} buckets of {size / 1e6:,.3g} million gradients"
+    if buckets == 1:
+        pieces = f"one bucket of {parameters / 1e6:,.3g} million gradients"
+    when = "the backward pass waits for each (overlap_comm off)"
+    overlaps = zero_optimization.get("overlap_comm")
+    if overlaps is None:  # by default DeepSpeed overlaps only at ZeRO 3
+        overlaps = zero_optimization["stage"] == 3
+    if overlaps:
+        when = "during the backward pass (overlap_comm on)"
+    return f"{pieces}, {memory_text(size * 4)} each; {when}"

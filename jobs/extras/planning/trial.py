@@ -29,8 +29,9 @@ from jobs.recipe.references import with_field
 from jobs.resolved_recipe import Available, Campaign, Context, Stage
 from jobs.terminal import echo
 from pipeline import artifacts
-from pipeline.config import digest, plain, with_defaults
+from pipeline.config import digest, plain
 from pipeline.extras.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, measured, write_trial
+from pipeline.extras.recorded_config import with_defaults
 from pipeline.identity import git_commit
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import ScheduleConfig

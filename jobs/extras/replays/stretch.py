@@ -29,6 +29,7 @@ from jobs.run.session import run_campaign
 from jobs.stages import training
 from jobs.terminal import echo
 from pipeline import artifacts, config
+from pipeline.extras.recorded_config import with_defaults
 from pipeline.extras.replays.batch import TrainedStage
 from pipeline.hooks import HookOptions
 from pipeline.identity import code_version, git_commit
@@ -167,7 +168,7 @@ class Replays:
         """
         stage = self.stage
         cfg = stage.config_at(start + 1, last)
-        cfg = config.with_defaults(cfg, "evaluate_on evaluate_every keep_best patience law health")
+        cfg = with_defaults(cfg, "evaluate_on evaluate_every keep_best patience law health")
         # Mask the samples masked by the run, from the same step on, and those of this replay from its start on.
         weightless = [*stage.masked(last), *masked]
         if not evaluates:
