@@ -41,6 +41,9 @@ EXCLUDED_STEPS = "excluded-steps.json"
 # Folder in a trained stage with the requests and results of spike searches, which find the samples that cause a
 # gradient spike (`health.on_spike: bisect`).
 SEARCHES = "searches"
+# Folder in a trained stage with the requests and results of evaluations on other workers (`evaluate_on: spare`).
+EVALUATIONS = "evaluations"
+REQUESTED = ".requested"  # end of the name of a request
 # Key in done.json: why this run of a sweep diverged.
 DIVERGED = "diverged"
 REQUIRED_FILES = (WEIGHTS, CONFIG)  # required in every folder of weights
@@ -104,6 +107,14 @@ def recorded_s(path: Path, entry: str) -> float:
         if moment is not None:
             return moment
     return path.stat().st_mtime
+
+
+def requested_steps(stage: Path) -> list[int]:
+    """Return the steps with a pending evaluation request, the oldest first."""
+    steps = []
+    for path in (stage / EVALUATIONS).glob(f"step-*{REQUESTED}"):
+        steps.append(int(path.stem.removeprefix("step-")))
+    return sorted(steps)
 
 
 # ------------------------------------------------------------------------ files

@@ -21,8 +21,8 @@ from jobs.run.reading import read_command, read_outcome, stage_folders
 from jobs.stage_folders import RECORD, STAGE_FOLDER
 from models.weights.folder import CONFIG
 from pipeline import artifacts
+from pipeline.artifacts import requested_steps
 from pipeline.checkpoints import manifest
-from pipeline.checkpoints.needed import requested_steps
 from pipeline.monitoring.telemetry import Account, account, last_metrics, read_metrics
 from pipeline.values import amount, duration
 

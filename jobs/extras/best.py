@@ -6,9 +6,9 @@ from typing import Any
 from jobs.resolved_recipe import Available, CheckResult, Context, Stage
 from jobs.stages.training import TrainingExtra
 from models.checks import did_you_mean
-from pipeline.checkpoints.needed import best_of, evaluations_of
 from pipeline.config import require
 from pipeline.extras.best import BestConfig
+from pipeline.extras.needed import best_of, evaluations_of
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig
 

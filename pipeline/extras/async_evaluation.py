@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from data.files import write_atomically
-from pipeline.checkpoints.needed import EVALUATIONS, REQUESTED, file_of
+from pipeline.artifacts import EVALUATIONS, REQUESTED
 from pipeline.config import Tags, tags
 from pipeline.evaluation.document import EvaluationRecord, recorded_steps, skipped_record
+from pipeline.extras.needed import file_of
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig
 

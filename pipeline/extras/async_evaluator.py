@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import models
+from pipeline.artifacts import requested_steps
 from pipeline.checkpoints.manifest import committed, read_manifest, step_of
-from pipeline.checkpoints.needed import requested_steps
 from pipeline.checkpoints.reader import Reader
 from pipeline.evaluation.evaluator import EvaluationGroup
 from pipeline.evaluation.in_training import LoopEvaluator, evaluate_weights

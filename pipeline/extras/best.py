@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from data.checks import at_least
 from data.errors import CheckpointError
-from pipeline.checkpoints.needed import BestStep, best_commit, best_of, evaluations_of, steps_of_best
 from pipeline.config import Tags, require, tags
+from pipeline.extras.needed import BestStep, best_commit, best_of, evaluations_of, steps_of_best
 from pipeline.hooks import ExportChoice, Hook
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig

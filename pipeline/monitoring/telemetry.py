@@ -59,7 +59,6 @@ KIND = b'{"kind": '  # the beginning of each record
 ZEROS = bytes(8)  # storage that lost a block returns zeros; a record contains no zero byte
 CUT_OFF = "the line before this one is incomplete: its writer was killed"
 OF_ONE_SEED = re.compile(r"-seed-\d+$")  # matches a few-shot result of a single seed: "5shot-seed-0"
-NOT_SCORES = ("time", "seconds")  # numbers in an evaluation's record other than metrics
 
 
 def log_line(report: Record) -> str:
@@ -482,15 +481,6 @@ def last_metrics(directory: Path) -> Record | None:
 def without_single_seeds(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return metrics without the few-shot results of single seeds: keep the mean "5shot", drop "5shot-seed-0"."""
     return {name: value for name, value in metrics.items() if not OF_ONE_SEED.search(name)}
-
-
-def scores_of(record: Record) -> dict[str, float]:
-    """Return the metrics in an evaluation record; few-shot metrics are means over the seeds."""
-    scores = {}
-    for name, value in record.items():
-        if isinstance(value, float) and name not in NOT_SCORES:
-            scores[name] = value
-    return without_single_seeds(scores)
 
 
 def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:

@@ -6,7 +6,7 @@ The recipe keys are `evaluate_on: spare` and `health.on_spike: bisect`.
 from data.errors import CheckpointError, StorageError
 from jobs.resolved_recipe import Context
 from jobs.stages.training import Companion, TrainingExtra
-from pipeline.checkpoints.needed import EVALUATIONS
+from pipeline.artifacts import EVALUATIONS
 from pipeline.extras.async_evaluation import AsyncConfig
 from pipeline.extras.replays.spikes import SpikeConfig
 from pipeline.hooks import HookOptions, compose

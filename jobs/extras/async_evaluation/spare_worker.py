@@ -40,9 +40,8 @@ from jobs.cluster_config import ClusterConfig
 from jobs.extras.async_evaluation.spare_places import SparePlace, spare_place_of
 from jobs.resolved_recipe import Context
 from pipeline import artifacts
-from pipeline.artifacts import SEARCHES
+from pipeline.artifacts import EVALUATIONS, SEARCHES, requested_steps
 from pipeline.checkpoints.manifest import ATTEMPTS, attempt_folder, committed, step_of
-from pipeline.checkpoints.needed import EVALUATIONS, requested_steps
 from pipeline.evaluation.document import evaluation_record
 from pipeline.evaluation.in_training import TRIES
 from pipeline.extras import async_evaluation

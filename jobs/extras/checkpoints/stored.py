@@ -15,9 +15,9 @@ from jobs.commands.arguments import Debug
 from jobs.commands.stored_runs import OpenedRun, opened
 from jobs.terminal import echo
 from pipeline import artifacts
-from pipeline.checkpoints.needed import needed_steps
 from pipeline.checkpoints.stage_checkpoints import MIN_KEPT, StageCheckpoints
-from pipeline.monitoring.telemetry import read_metrics, scores_of
+from pipeline.extras.needed import needed_steps, scores_of
+from pipeline.monitoring.telemetry import read_metrics
 
 SavedRun = Annotated[
     str,

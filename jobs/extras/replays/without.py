@@ -25,8 +25,8 @@ from jobs.extras.replays.stretch import Replays
 from jobs.terminal import activity, echo
 from pipeline import artifacts
 from pipeline.checkpoints.manifest import read_manifest
-from pipeline.checkpoints.needed import evaluations_of
 from pipeline.checkpoints.reader import export
+from pipeline.extras.needed import evaluations_of
 from pipeline.extras.replays.masking import Mask, ranges_of
 from pipeline.monitoring.telemetry import account
 from pipeline.training_data import training_order

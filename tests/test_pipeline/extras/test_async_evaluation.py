@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints.needed import requested_steps
+from pipeline.artifacts import requested_steps
 from pipeline.evaluation.document import evaluation_record
 from pipeline.extras import async_evaluation
 from pipeline.extras.async_evaluation import recorded, records, report_records

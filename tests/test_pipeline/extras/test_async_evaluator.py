@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from data.bucket import Bucket
 from data.storage import Folder
-from pipeline.checkpoints.needed import requested_steps
+from pipeline.artifacts import requested_steps
 from pipeline.evaluation.evaluator import EvaluationStopped
 from pipeline.extras import async_evaluation
 from pipeline.extras.async_evaluator import AsyncEvaluator

@@ -8,8 +8,8 @@ import pytest
 
 from data.errors import ConfigError, DataError
 from pipeline import config
-from pipeline.checkpoints.needed import best_commit, best_of, evaluations_of, steps_of_best
 from pipeline.extras.best import KeepBest, evaluations_since_best
+from pipeline.extras.needed import best_commit, best_of, evaluations_of, steps_of_best
 from pipeline.monitoring.telemetry import Telemetry
 from tests.support.configs import FullConfig
 

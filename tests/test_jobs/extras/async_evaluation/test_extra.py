@@ -8,7 +8,7 @@ import pytest
 from data.errors import CheckpointError
 from jobs.extras.async_evaluation.extra import EVALUATION, MASKING, SEARCH, AsyncEvaluationExtra
 from pipeline import config
-from pipeline.checkpoints.needed import EVALUATIONS
+from pipeline.artifacts import EVALUATIONS
 from tests.support.configs import FullConfig
 
 pytestmark = pytest.mark.quick

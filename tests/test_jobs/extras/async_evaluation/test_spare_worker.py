@@ -23,8 +23,8 @@ from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.extras.async_evaluation.spare_worker import SEARCH, NoPlace, SpareWorker
 from jobs.extras.checkpoints import stored
+from pipeline.artifacts import EVALUATIONS, requested_steps
 from pipeline.checkpoints.manifest import committed, step_of
-from pipeline.checkpoints.needed import EVALUATIONS, requested_steps
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 from pipeline.extras import async_evaluation
 from pipeline.extras.replays.spikes import HealthConfig, SpikeSearch

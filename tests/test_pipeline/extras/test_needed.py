@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints.needed import needed_steps, requested_steps
+from pipeline.artifacts import requested_steps
+from pipeline.extras.needed import needed_steps
 
 pytestmark = pytest.mark.quick
 

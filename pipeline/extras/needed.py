@@ -4,18 +4,18 @@
        <stage>/evaluations/step-0000001200.requested
 2. The step of the best evaluation so far (`keep_best`), from the stage's metrics.jsonl.
 
-Commands use this module without torch. During training, the extras that define these recipe keys pass the steps to the
-saver (`Saver.needed`).
+Commands use this module without torch. During training, the hooks of these recipe keys pass the steps to the saver
+(`Saver.needed`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TypedDict
 
-from pipeline.monitoring.telemetry import Record, read_metrics, scores_of
+from pipeline.artifacts import EVALUATIONS, requested_steps
+from pipeline.monitoring.telemetry import Record, read_metrics, without_single_seeds
 
-EVALUATIONS = "evaluations"  # name of a folder in a stage
-REQUESTED = ".requested"
+NOT_SCORES = ("time", "seconds")  # numbers in an evaluation's record other than metrics
 
 
 def needed_steps(stage: Path, metric: str | None, committed: Callable[[], Collection[int]]) -> list[int]:
@@ -34,14 +34,6 @@ def file_of(stage: Path, step: int, suffix: str) -> Path:
     return stage / EVALUATIONS / f"step-{step:010d}{suffix}"
 
 
-def requested_steps(stage: Path) -> list[int]:
-    """Return the steps with a pending evaluation request, the oldest first."""
-    steps = []
-    for path in (stage / EVALUATIONS).glob(f"step-*{REQUESTED}"):
-        steps.append(int(path.stem.removeprefix("step-")))
-    return sorted(steps)
-
-
 # ------------------------------------------------------------------------ the best evaluation
 
 
@@ -50,6 +42,15 @@ class BestStep(TypedDict):
 
     value: float
     step: int
+
+
+def scores_of(record: Record) -> dict[str, float]:
+    """Return the metrics in an evaluation record; few-shot metrics are means over the seeds."""
+    scores = {}
+    for name, value in record.items():
+        if isinstance(value, float) and name not in NOT_SCORES:
+            scores[name] = value
+    return without_single_seeds(scores)
 
 
 def evaluations_of(records: Iterable[Record]) -> dict[int, dict[str, float]]:
