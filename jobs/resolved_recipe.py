@@ -226,7 +226,7 @@ def reference(value: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a recipe; `key.resolve` fills in the fields from `parents` on."""
+    """One stage of a recipe; `key.resolve` fills in the fields from `model` on."""
 
     name: str
     kind: StageKind
@@ -250,10 +250,10 @@ class Stage:
         return self.name != self.source
 
     @property
-    def sources(self) -> dict[str, str]:
-        """Return the fields of `parents` that name another stage: field → name of that stage."""
+    def links(self) -> dict[str, tuple[str, str]]:
+        """Return the fields of `parents` that refer to another stage: field → (name of the stage, part)."""
         links = {name: reference(value) for name, value in self.parents.items()}
-        return {name: link[0] for name, link in links.items() if link is not None}
+        return {name: link for name, link in links.items() if link is not None}
 
 
 @dataclass(frozen=True)
@@ -429,7 +429,7 @@ class Available:
         if not self.readers_of:
             for reader in self.campaign.stages:
                 self.readers_of.setdefault(reader.name, [])
-                for parent in dict.fromkeys(reader.sources.values()):
+                for parent in dict.fromkeys(parent for parent, _ in reader.links.values()):
                     self.readers_of.setdefault(parent, []).append(reader)
         return self.readers_of[stage.name]
 

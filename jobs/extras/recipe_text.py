@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from data.errors import ConfigError
-from jobs.recipe.references import source_of, value_at
+from jobs.recipe.references import value_at
 from jobs.resolved_recipe import Campaign, Stage
 from pipeline import config
 from pipeline.config import require
@@ -54,7 +54,8 @@ def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, object]:
 
 def describe_value(campaign: Campaign, stage: Stage, field: str) -> str:
     """Describe a value determined by another stage: the value, if known, and its source."""
-    source, part = source_of(campaign, stage.references[field])
+    name, part = stage.links[field]
+    source = campaign.stage(name)
     text = source.kind.value_in_words(source.config, part)
     if field in stage.pending:
         return f"{text}, known after {source.name}"

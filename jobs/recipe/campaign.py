@@ -132,7 +132,9 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
         references = placeholders.references_of(name)
         kind, stage_config = read_section(name, placeholders.fill(name, references), kinds)
         # Inputs from other runs may be given without the stage's key: runs/x/parts/train.
+        parents: dict[str, str] = {}
         for field, (path, reads) in kind.inputs_of(stage_config).items():
+            parents[field] = path
             if reference(path) is not None or path == "???" or reads in (Reads.FILE, Reads.OUTCOME):
                 continue
             if (path, reads) not in folders:
@@ -144,7 +146,9 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
                     folders[path, reads] = find_stage(path)
             if folders[path, reads] != path:
                 stage_config = with_field(stage_config, field.split("."), folders[path, reads])
-        stages[name] = Stage(name, kind, stage_config, section.source, references, tuple(references))
+                parents[field] = folders[path, reads]
+        parents |= references
+        stages[name] = Stage(name, kind, stage_config, section.source, references, tuple(references), parents)
     ordered = in_order({name: stages[name] for name in expanded})
 
     # 3. A run in an object store also has a local folder, named after the URL so that it is the same on all nodes.
@@ -263,15 +267,8 @@ def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
     reads: dict[str, set[str]] = {}
     for name, stage in stages.items():
         reads[name] = set()
-        values = dict(stage.references)
-        for field, (value, _reads) in stage.kind.inputs_of(stage.config).items():
-            values.setdefault(field, value)
-        for field, value in values.items():
-            link = reference(value)
-            if link is None:
-                continue
+        for field, (parent, _) in stage.links.items():
             # Report unknown names here, because the sorter would treat them as additional stages.
-            parent, _ = link
             require(
                 parent != name, f"{name}.{field} is @{parent}, the stage itself\n  expected another stage, or a path"
             )

@@ -40,10 +40,10 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     missing: list[str] = []
     keys: dict[str, str] = {}
     inputs = stage.kind.inputs_of(stage.config)
+    links = stage.links
     for field_name, (value, reads) in inputs.items():
-        link = reference(value)
-        if link is not None:
-            parent_name, part = link
+        if field_name in links:
+            parent_name, part = links[field_name]
             parent = earlier[parent_name]
             check_part(f"{stage.name}.{field_name}", value, reads, parent, part, kinds)
             keys[field_name] = f"{parent.key}/{part}"
@@ -91,10 +91,9 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
             inputs_in_key[name] = key
         else:
             eval_inputs[name] = key
-    for name, value in stage.references.items():
-        link = reference(value)
-        assert link is not None, "`references` contains only references"
-        inputs_in_key[name] = f"{earlier[link[0]].key}/{link[1]}"
+    for name in stage.references:
+        parent_name, part = links[name]
+        inputs_in_key[name] = f"{earlier[parent_name].key}/{part}"
     # Evaluation settings are in the key in two cases: for runs of a sweep, because their results are compared, and for
     # stages with keep_best, because evaluations select the exported weights.
     warned: dict[str, object] = {}
@@ -126,10 +125,8 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     if corrected:
         identity["corrected"] = corrected
 
-    parents = {name: value for name, (value, _reads) in inputs.items()}
     stage = replace(
         stage,
-        parents={**parents, **stage.references},
         key=config.digest(identity),
         inputs=inputs_in_key,
         eval_inputs=eval_inputs,

@@ -38,8 +38,9 @@ def with_values(campaign: Campaign) -> Campaign:
     for stage in campaign.stages:
         # 1. Collect the known values.
         known: dict[str, object] = {}
-        for field, value in stage.references.items():
-            source, part = source_of(campaign, value)
+        for field in stage.references:
+            name, part = stage.links[field]
+            source = campaign.stage(name)
             if source.name not in values_of:
                 folder = campaign.directory(source)
                 is_finished = artifacts.read_done(folder) is not None
@@ -64,13 +65,6 @@ def with_values(campaign: Campaign) -> Campaign:
     return replace(campaign, stages=tuple(stages.values()))
 
 
-def source_of(campaign: Campaign, value: str) -> tuple[Stage, str]:
-    """Split a reference "@stage/part" into the stage and the name of the value."""
-    link = reference(value)
-    assert link is not None, "`Stage.references` contains only references"
-    return campaign.stage(link[0]), link[1]
-
-
 def known_values(stage: Stage) -> dict[str, object]:
     """Return the values in a stage's config that were determined by finished stages."""
     known = {}
@@ -87,7 +81,7 @@ def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) ->
         return
     changes = config.differences(artifacts.read_record(path).get("chosen", {}), known)
     if changes:
-        names = ", ".join(sorted({source_of(campaign, value)[0].name for value in stage.references.values()}))
+        names = ", ".join(sorted({stage.links[field][0] for field in stage.references}))
         raise DataError(
             f"{path.parent} was run with values that {names} no longer selects: {'; '.join(changes)}\n"
             f"  the runs of the sweep may have been repeated, with different results\n"

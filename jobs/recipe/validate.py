@@ -107,7 +107,7 @@ def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = F
         # A stage that resumes from a checkpoint does not need its initial weights, which may have been deleted.
         checkpoints = StageCheckpoints(campaign.storage, campaign.directory(stage).name)
         is_resumed = stage.kind.trains and not fresh and bool(checkpoints.committed())
-        for field, parent in stage.sources.items():
+        for field, (parent, _) in stage.links.items():
             if not (is_resumed and field == "init"):
                 names.add(parent)
     finished: list[Stage] = []
@@ -140,7 +140,7 @@ def restarted_stages(campaign: Campaign, stages: Sequence[Stage], available: Ava
         listed = []
         for key, change in changes.items():
             field = key.removeprefix("content of ")
-            if key == field or (field not in changes and field not in stage.sources):
+            if key == field or (field not in changes and field not in stage.links):
                 listed.append(change)
         if not listed:
             continue

@@ -167,21 +167,24 @@ def status_file(run: Path, command: str, keep: Callable[[str], None], lease: Lea
     """
     write_status(run, None, "running", command)
     keep(f"{time.strftime(CLOCK)} started: {command}")
+    failure: BaseException | None = None
     try:
         yield
     except BaseException as error:
-        # If another command has taken over the run, a worker's failed commit or a requested stop must not decide the
-        # exit code: a batch system would start this command again.
-        lease.check_at_end()
-        text = explain(error) if isinstance(error, OSError) else str(error)
-        message = text.strip() or type(error).__name__
-        keep(f"{time.strftime(CLOCK)} ended with exit code {exit_code(error)}: {message}")
-        with suppress(OSError):  # if the disk is full, report the original error instead
-            write_status(run, exit_code(error), message.splitlines()[0], command)
-        raise
+        failure = error
+    # If another command has taken over the run, a worker's failed commit or a requested stop must not decide the exit
+    # code: a batch system would start this command again.
     lease.check_at_end()
-    keep(f"{time.strftime(CLOCK)} done")
-    write_status(run, ExitCode.DONE, "done", command)
+    if failure is None:
+        keep(f"{time.strftime(CLOCK)} done")
+        write_status(run, ExitCode.DONE, "done", command)
+        return
+    text = explain(failure) if isinstance(failure, OSError) else str(failure)
+    message = text.strip() or type(failure).__name__
+    keep(f"{time.strftime(CLOCK)} ended with exit code {exit_code(failure)}: {message}")
+    with suppress(OSError):  # if the disk is full, report the original error instead
+        write_status(run, exit_code(failure), message.splitlines()[0], command)
+    raise failure
 
 
 def write_status(run: Path, code: int | None, message: str, command: str) -> None:

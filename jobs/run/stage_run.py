@@ -23,7 +23,6 @@ from data.errors import ConfigError, Diverged
 from jobs.cluster.failure import StageFailed
 from jobs.recipe import class_names
 from jobs.recipe.records import changed_warnings, environment, stage_record
-from jobs.recipe.references import source_of
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Context, Reads
 from jobs.terminal import typed_command
@@ -83,7 +82,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
 def check_parents(context: Context) -> None:
     """Raise ConfigError if a parent stage has not run, or Diverged if a parent stage has diverged."""
     stage = context.stage
-    for field, parent in stage.sources.items():
+    for field, (parent, _) in stage.links.items():
         outcome = context.campaign.done(context.campaign.stage(parent))
         if outcome is None:
             raise ConfigError(
@@ -153,7 +152,7 @@ def inputs_of(context: Context, available: Available) -> dict[str, dict[str, str
     for field, value in stage.parents.items():
         path = context.campaign.path_of(value)
         if field in stage.references:
-            path = str(context.campaign.directory(source_of(context.campaign, value)[0]))
+            path = str(context.campaign.directory(context.campaign.stage(stage.links[field][0])))
         inputs[field] = {"path": path}
         _value, reads = kinds_of_input.get(field, (value, Reads.OUTCOME))
         index = available.index(value) if reads is Reads.SET else None

@@ -23,7 +23,6 @@ from data.order import DEFAULT_BLOCK, DEFAULT_LANES
 from jobs.extras.diff.facts import Fact
 from jobs.extras.history import flat, read_run
 from jobs.extras.studies import table as sweep
-from jobs.recipe.references import source_of
 from jobs.resolved_recipe import Available, Campaign, Kinds, Stage, StageKind, reference
 from jobs.stages import evaluate, fewshot
 from models.configs import ModelConfig, ViTConfig, from_dict
@@ -104,8 +103,7 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
     table_of: dict[str, Stage] = {}  # name of a run → its sweep's table
     referenced: set[str] = set()  # tables whose chosen values other stages use
     for stage in campaign.stages:
-        for value in stage.references.values():
-            referenced.add(source_of(campaign, value)[0].name)
+        referenced.update(stage.links[field][0] for field in stage.references)
         if stage.kind.name == sweep.Table.name:
             table_of.update(dict.fromkeys(stage.config.runs, stage))
     seen: set[tuple[str, str]] = set()
@@ -126,8 +124,8 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
             if table.config.chooses:
                 chooser = table
                 row = stage.source
-        for value in stage.references.values():
-            chooser, _ = source_of(campaign, value)
+        for name in stage.references:
+            chooser = campaign.stage(stage.links[name][0])
         if (stage.source, row) in seen:
             continue
         seen.add((stage.source, row))

@@ -102,7 +102,7 @@ class Plan:
             status = "would run"
             # If there is a finished folder with another key, a parent may have changed.
             if any(campaign.run.glob(f"{stage.name}-*/done.json")):
-                for parent in stage.sources.values():
+                for parent, _ in stage.links.values():
                     if parent in self.would_run:
                         status = f"would run again, because {parent} would"
                         break

@@ -102,7 +102,7 @@ def unfinished(campaign: Campaign, name: str) -> list[str]:
     needed = {name}
     for stage in reversed(campaign.stages):
         if stage.name in needed:
-            needed.update(stage.sources.values())
+            needed.update(parent for parent, _ in stage.links.values())
     return [stage.name for stage in campaign.stages if stage.name in needed and campaign.done(stage) is None]
 
 
