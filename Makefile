@@ -38,6 +38,9 @@ OLDEST_TORCH ?= 2.11
 PRINT_REQUIREMENTS := 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*p["dependencies"], *p["optional-dependencies"]["test"], sep="\n")'
 
+# Images of containers often forbid Python to keep compiled modules: then each of a thousand test processes compiles again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: env demo cluster-demo check check-oldest test soak gpu gpu-bundle lint
 
 env: $(STAMP)
