@@ -117,7 +117,11 @@ def test_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashbo
     follower.join(30)
     assert "committed" in "".join(printed)
     assert "INFO" not in "".join(printed)
+    capsys.readouterr()
     assert main(["logs", "/runs/digits"]) == 75
+    shown = capsys.readouterr().out
+    assert shown.endswith("step 0\nstep 1 {braces}\nhalf a licommitted\n"), "the whole output of an ended job"
+    assert "INFO" not in shown
     assert document_of(["logs", "/runs/digits"])["job"]["id"] == job.id
 
     again = submission.submit("/runs/digits", [sys.executable, "-c", "1/0"], root=checkout)
