@@ -78,10 +78,10 @@ $(OLDEST)/.installed: pyproject.toml constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt --requirement $@.txt 'torch==$(OLDEST_TORCH).*'
 	@touch $@
 
-# Two processes, because tests wait more than they compute. Each takes half of the files, and of the rest half of what the
-# other has left, so that the tests of a file nearly always share their fixtures.
+# Two processes, because many tests wait. Each takes one file after the other, the long ones first (tests/conftest.py):
+# the tests of a file share their fixtures, and both processes end at about the same time.
 test: env
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 soak: env
 	$(BIN)/python -m pytest -m slow
