@@ -81,7 +81,7 @@ def transformers() -> Any:
     return transformers
 
 
-# The files that take longest, longest first. If one of them came last, the other process would wait for it.
+# The files that take longest, longest first. If one of them came last, the other processes would wait for it.
 LONG_FILES = (
     "test_checkpoint_runs.py",
     "test_worker_group.py",
