@@ -3,7 +3,7 @@
 # make demo   the whole campaign on UCI's handwritten digits: shards to few-shot, with a worker killed on the way
 # make cluster-demo  the README's "Submit to a cluster" on three hosts of this machine, one of them killed; needs root
 # make check  style, types, the layout and the quick tests, within two minutes
-# make test   all tests but the long ones, two at a time; says at the end how long each area took
+# make test   all tests but the long ones, three at a time; says at the end how long each area took
 # make soak   the long tests, make check-oldest, an hour of 48 readers on an emulated Hub, then an hour of faults;
 #             MINUTES=5 makes both shorter, SEED=7 repeats the faults
 # make check-oldest  the quick tests with Python 3.12 and torch 2.11, in .venv-oldest
@@ -37,6 +37,9 @@ OLDEST_TORCH ?= 2.11
 
 PRINT_REQUIREMENTS := 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*p["dependencies"], *p["optional-dependencies"]["test"], sep="\n")'
+
+# Images of containers often forbid Python to keep compiled modules: then each of a thousand test processes compiles again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: env demo cluster-demo check check-oldest test soak gpu gpu-bundle lint
 
@@ -75,10 +78,10 @@ $(OLDEST)/.installed: pyproject.toml constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt --requirement $@.txt 'torch==$(OLDEST_TORCH).*'
 	@touch $@
 
-# Two processes, because tests wait more than they compute. Each takes half of the files, and of the rest half of what the
-# other has left, so that the tests of a file nearly always share their fixtures.
+# Three processes on two cores, because tests wait for a quarter of their time. Each takes one file after the other, the
+# long ones first (tests/conftest.py): the tests of a file share their fixtures, and all end at about the same time.
 test: env
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 soak: env
 	$(BIN)/python -m pytest -m slow

@@ -173,8 +173,12 @@ def without_rows(batch: Batch, masked: np.ndarray) -> Batch:
 
 def begin_forward(worker: "Worker", step: int, batch: Batch) -> Tensor:
     """Seed the random draws for a micro-batch's forward pass; return the images (b, 3, S, S) as the model's input."""
-    # Seeded only by the step and the samples, so a resumed run draws the same dropout as an uninterrupted one.
-    torch.manual_seed(seed_of_micro_batch(worker.cfg.seed, step, batch.ids, DROPOUT))
+    # Seeded only by the step and the samples, so a resumed run draws the same dropout as an uninterrupted one. Seed the
+    # generators directly: torch.manual_seed also formats a stack trace for each kind of device that is not initialised,
+    # which takes up to a millisecond.
+    seed = seed_of_micro_batch(worker.cfg.seed, step, batch.ids, DROPOUT)
+    torch.default_generator.manual_seed(seed)
+    torch.cuda.manual_seed_all(seed)
     worker.group.phases.enter("forward", step)
     return normalise(batch.images, worker.model_config, worker.engine.dtype, worker.group.device)
 

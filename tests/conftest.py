@@ -81,6 +81,28 @@ def transformers() -> Any:
     return transformers
 
 
+# The files that take longest, longest first. If one of them came last, the other processes would wait for it.
+LONG_FILES = (
+    "test_checkpoint_runs.py",
+    "test_worker_group.py",
+    "test_submission.py",
+    "test_replays.py",
+    "test_resume.py",
+    "test_cache.py",
+    "test_ray_nodes.py",
+    "test_scripting.py",
+    "test_campaign.py",
+    "test_other_instructions.py",
+    "test_new.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first; the order within a file stays."""
+    place = {name: number for number, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what is marked `gpu` where torch sees none."""
     if item.get_closest_marker("gpu") is None:

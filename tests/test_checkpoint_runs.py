@@ -254,7 +254,7 @@ HANGS = {
 @pytest.mark.parametrize("places", [("reduce",), pytest.param(tuple(HANGS), marks=SOAK)])
 def test_hung_run_is_ended_with_its_cause_and_resumes(places, few, twin, run) -> None:
     patch = f"hanging {','.join(places)}"
-    assert finish(run, "pretrain.stall_s=8", f"pretrain.data.evaluate={few}", patch=patch) == 0, output_of(run)
+    assert finish(run, "pretrain.stall_s=5", f"pretrain.data.evaluate={few}", patch=patch) == 0, output_of(run)
     for place, found in zip(places, incidents(stage(run)), strict=True):
         assert re.fullmatch(HANGS[place], found), output_of(run)
     stacks = (stage(run) / "incidents.txt").read_text()
@@ -506,12 +506,12 @@ def test_stop_with_a_failed_save_does_not_report_a_commit(run) -> None:
 def test_workers_that_end_leave_no_old_checkpoint_half_deleted(ends, run) -> None:
     options = ["pretrain.log_every=1", "pretrain.keep=2", "pretrain.save_every=2"]
     if ends == "a stop":
-        assert stop_at(run, 5, *options, patch="slow_to_delete") == 75, output_of(run)
+        assert stop_at(run, 5, *options, patch="slow_to_delete slowly") == 75, output_of(run)
     else:
         assert finish(run, *options, "pretrain.max_skipped=3", patch="slow_to_delete poisoned_for_ever") == 70
     assert not list((stage(run) / "checkpoints").glob(".tmp-*"))
     deletions = (run.parent / "deletions").read_text().split()
-    assert deletions == ["begun", "done"] * (len(deletions) // 2)
+    assert deletions == ["begun", "done"] * max(1, len(deletions) // 2)
 
 
 def test_unwritable_log_loses_lines_but_does_not_stop_the_run(twin, run) -> None:
@@ -553,7 +553,7 @@ def test_the_world_may_change_between_any_two_attempts(times, run) -> None:
 def test_exact_parts_keep_the_bits_if_world_size_or_zero_stage_changes(run) -> None:
     """World 1 → 2 → 4 → 2 at ZeRO 2 → 3 → 0 → 1 with all random operations, compared with one undisturbed worker."""
     options = ("exact_parts=4", "model.dropout=0.1", "mixup=0.2", "polyak=0.9", "checkpoint_blocks=1", "log_every=1")
-    exact = [f"pretrain.{option}" for option in options]
+    exact = [f"pretrain.{option}" for option in (*options, "steps=20")]
     alone = run.parent / "alone"
     shutil.copytree(run, alone)
     assert finish(alone, "cluster.workers=1", *exact) == 0, output_of(run)
@@ -562,7 +562,7 @@ def test_exact_parts_keep_the_bits_if_world_size_or_zero_stage_changes(run) -> N
     for number, (workers, zero) in enumerate([("1", 2), ("2", 3), (some, 0), ("2", 1)]):
         options = (f"cluster.workers={workers}", f"pretrain.zero={zero}", *exact)
         if number < 3:
-            assert stop_at(run, number * 12 + 2, *options, patch="slowly") == 75, output_of(run)
+            assert stop_at(run, number * 6 + 2, *options, patch="slowly") == 75, output_of(run)
         else:
             assert finish(run, *options, patch="slowly") == 0, output_of(run)
     worlds = [record["world"] for record in read_metrics(stage(run), "start")]

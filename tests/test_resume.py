@@ -32,7 +32,7 @@ SEED = int(os.environ.get("FAULT_SEED", "20261120"))
 
 
 # Seconds of training, enough to inject a fault.
-LENGTH = ["pretrain.steps=160", "pretrain.save_every=40", "pretrain.log_every=2"]
+LENGTH = ["pretrain.steps=96", "pretrain.save_every=24", "pretrain.log_every=2"]
 
 
 def load(recipe: Path, *overrides: str) -> campaign.Campaign:
@@ -118,8 +118,8 @@ def test_under_ray_a_killed_worker_and_agent_leave_no_trace_either(
         options = ["cluster.backend=ray", f"run={recipe.parent / f'run-{number}'}", "pretrain.deepspeed=ds.json"]
         loaded = load(recipe, *options)
         folder = loaded.directory(loaded.stage("pretrain"))
-        first = ((54, "1"), (rng.randrange(42, 66), "agent"))
-        more = ((rng.randrange(82, 106), "agent"), (rng.randrange(122, 134), "agent"))
+        first = ((36, "1"), (rng.randrange(26, 42), "agent"))
+        more = ((rng.randrange(50, 66), "agent"), (rng.randrange(74, 84), "agent"))
         plan = [*first, *more][: 1 + agents]
         pauses = [rng.random() * 0.1 for _ in plan]
         killer = threading.Thread(target=kill_by_plan, args=(folder, plan, pauses), daemon=True)
@@ -131,7 +131,7 @@ def test_under_ray_a_killed_worker_and_agent_leave_no_trace_either(
         assert not killer.is_alive(), f"{plan}, FAULT_SEED={SEED}\n{out}"
         assert "dashboard: http://127.0.0." in out, f"{plan}, FAULT_SEED={SEED}\n{out}"
         assert "worker 1 on" in out
-        assert "killed by SIGKILL; restarting from step 40" in out
+        assert "killed by SIGKILL; restarting from step 24" in out
         died = "its node's agent died (killed, or crashed), together with its workers; restarting from step"
         assert out.count(died) == agents
         assert_same_stage(folder, uninterrupted)

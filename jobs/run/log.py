@@ -120,7 +120,7 @@ class RunLog(Watcher):
         self.show_progress(0, None, f"{message.stage}: {wait}")
         if time.monotonic() - self.last_line_at <= QUIET_S:
             return
-        wait = f"[{message.directory.name}] {wait}"
+        wait = f"[{message.stage}] {wait}"
         if (wait, message.attempt) != self.last_wait:
             self(wait)
         self.last_wait = (wait, message.attempt)

@@ -147,7 +147,7 @@ def test_each_request_of_a_listing_is_retried_separately(run, proxy, bucket, mon
     ],
 )
 def test_denial_is_reported_with_its_cause_within_the_limit(status, code, remedy, run, proxy, monkeypatch) -> None:
-    monkeypatch.setattr(urls, "DENIED_S", 0.5)
+    monkeypatch.setattr(urls, "DENIED_S", 0.1)
     requests: list[str] = []
 
     def deny(method: str, path: str) -> tuple[int, str]:

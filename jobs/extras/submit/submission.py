@@ -200,8 +200,26 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
 
     Raises ClusterError if the cluster's head has not responded for HEAD_PATIENCE_S, or has lost its table of jobs.
     """
+
+    def show(text: str) -> None:
+        # Remove Ray's line about setting up the environment, which precedes the driver's output.
+        driver_text = RAY_LINE.sub("", text)
+        if write is not None:
+            write(driver_text)
+        else:
+            print(driver_text, end="", flush=True)
+
     client = _connect()
     job = _latest_job(client, run)
+    if not job.alive:
+        # Ray's connection for following a log takes five seconds to end, a request for the log none. If it fails, the
+        # connection below explains why.
+        whole: str | None = None
+        with suppress(Exception):
+            whole = _within(STATUS_TIMEOUT_S, lambda: client.get_job_logs(job.id))
+        if whole is not None:
+            show(whole)
+            return job
     address = client.get_address()
     advice = (
         f"  for the run's progress, run python -m jobs status {run}\n"
@@ -218,12 +236,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
         with suppress(queue.Empty):
             text = texts.get(timeout=STATUS_EVERY_S)
         if text:
-            # Remove Ray's line about setting up the environment, which precedes the driver's output.
-            driver_text = RAY_LINE.sub("", text)
-            if write is not None:
-                write(driver_text)
-            else:
-                print(driver_text, end="", flush=True)
+            show(text)
             written += len(text)
             responded_s = time.monotonic()
             continue

@@ -93,7 +93,7 @@ def test_parts_without_remaining_time_are_skipped_and_limits_respect_the_budget(
 
 
 def test_parts_run_in_parallel_in_free_slots_except_exclusive_ones(tmp_path):
-    together = [part(name, "hang", limit_s=2, is_alone=False) for name in ("a", "b", "c")]
+    together = [part(name, "hang", limit_s=1, is_alone=False) for name in ("a", "b", "c")]
     pages: list[str] = []
     run_of(tmp_path, [*together, part("d", "report")], pages=pages).run()
     most = max(page.count("running") for page in pages)

@@ -203,7 +203,7 @@ def test_control_characters_in_member_names_are_escaped(tmp_path, capsys):
 
 # ------------------------------------------------------------------------------------------- signals
 
-SOON_S = 5.0  # on a machine that others use too; unheard, a stop would take half a minute
+SOON_S = 5.0  # on a machine that others use too; unheard, a stop would take 14 s
 # A slow disk, also in forked processes.
 ON_A_SLOW_DISK = """
 import sys, time
@@ -211,8 +211,8 @@ from data.index import tar
 from data.sources import samples
 from jobs.__main__ import main
 read, sample_digest = samples.Sample.read, tar.sample_digest
-samples.Sample.read = lambda sample: time.sleep(0.05) or read(sample)
-tar.sample_digest = lambda image, label: time.sleep(0.05) or sample_digest(image, label)
+samples.Sample.read = lambda sample: time.sleep(0.02) or read(sample)
+tar.sample_digest = lambda image, label: time.sleep(0.02) or sample_digest(image, label)
 sys.exit(main())
 """
 

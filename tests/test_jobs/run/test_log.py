@@ -9,6 +9,7 @@ import termios
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,18 +68,18 @@ def test_wait_is_logged_once_with_its_limit(tmp_path: Path, capsys):
     def looks(count: int) -> list[str]:
         for _ in range(count):
             run_log.last_line_at -= 11.0  # as if the last line were 11 s old
-            run_log.status(message(attempt))
+            run_log.status(replace(message(attempt), stage="pretrain"))
         return capsys.readouterr().out.splitlines()
 
-    waiting = "[pretrain-1] waiting for the workers to start, up to 5m00s (cluster.start_timeout_s)"
+    waiting = "[pretrain] waiting for the workers to start, up to 5m00s (cluster.start_timeout_s)"
     assert looks(5) == [waiting]
     (attempt / "rank-00000.json").write_text("{}")
-    assert looks(5) == ["[pretrain-1] 1 workers have started; waiting for their first step"]
+    assert looks(5) == ["[pretrain] 1 workers have started; waiting for their first step"]
     Telemetry(tmp_path / "pretrain-1", rank=0, attempt=3).report("train", REPORT)
     assert looks(3) == [], "no line is repeated, because the bar shows progress"
     assert run_log.stage_file.read_text().splitlines() == [
         f"[driver] {waiting}",
-        "[driver] [pretrain-1] 1 workers have started; waiting for their first step",
+        "[driver] [pretrain] 1 workers have started; waiting for their first step",
     ]
 
 

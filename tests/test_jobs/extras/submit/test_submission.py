@@ -117,7 +117,11 @@ def test_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashbo
     follower.join(30)
     assert "committed" in "".join(printed)
     assert "INFO" not in "".join(printed)
+    capsys.readouterr()
     assert main(["logs", "/runs/digits"]) == 75
+    shown = capsys.readouterr().out
+    assert shown.endswith("step 0\nstep 1 {braces}\nhalf a licommitted\n"), "the whole output of an ended job"
+    assert "INFO" not in shown
     assert document_of(["logs", "/runs/digits"])["job"]["id"] == job.id
 
     again = submission.submit("/runs/digits", [sys.executable, "-c", "1/0"], root=checkout)
@@ -149,7 +153,7 @@ def test_pending_job_can_be_stopped(dashboard) -> None:
     submission._submit_when_possible(lambda: JobSubmissionClient().submit_job(entrypoint="true", **place))
     assert submission.status("pending").status == "PENDING"
     assert not submission.stop("pending").alive
-    assert {job.run for job in submission.list_jobs()} <= {"pending", "/runs/digits"}
+    assert "" not in {job.run for job in submission.list_jobs()}, "the job that stopped it has no run"
 
 
 def test_unknown_run_is_answered_with_the_existing_runs(dashboard) -> None:
