@@ -21,7 +21,7 @@ loaded at another ZeRO stage, and flipped bits in them are not detected.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, TypeAlias
 
@@ -146,11 +146,14 @@ class Engine:
         with self.around_backward(loss):
             self.engine.backward(loss)
 
-    def gradients_of(self, loss: Tensor) -> list[Tensor]:
-        """Return the flat gradient of `loss` for each parameter of the plain model, without reduction."""
+    def gradients_of(self, loss: Tensor) -> dict[str, Tensor]:
+        """Return the gradient of `loss` for each of DeepSpeed's parameters, without reduction."""
         # Not loss.backward(), which would run DeepSpeed's hooks. Unused parameters get zeros and keep their places.
         names, parameters = zip(*self.model.named_parameters(), strict=True)
-        gradients = dict(zip(names, torch.autograd.grad(loss, parameters, materialize_grads=True), strict=True))
+        return dict(zip(names, torch.autograd.grad(loss, parameters, materialize_grads=True), strict=True))
+
+    def by_member(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        """Split gradients of DeepSpeed's parameters into flat ones of the plain model's parameters."""
         members = self.members.values()
         return [gradients[at.holder].reshape(-1)[at.start : at.start + at.size] for at in members]
 

@@ -164,7 +164,7 @@ class ExactEngine(Engine):
         """
         # The divisor is the same at every world size.
         loss = loss / self.micro_batches
-        addends = self.gradients_of(loss)
+        addends = self.by_member(self.gradients_of(loss))
         if part is None:
             # In fp32 even if weights are bf16: sums of many small numbers would lose their last bits in bf16.
             part = torch.zeros(sum(self.spans), device=loss.device)

@@ -20,6 +20,7 @@ Out: worker 1 raises "live audit of step 71: worker 1 computed wrong results: th
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from pipeline.start import Worker
     from pipeline.worker import Progress, Setup
 
-Repeat = Callable[[int], Tensor]  # rank → numbers of a repetition of that worker's computation
+Repeat = Callable[[int], Sequence[Tensor]]  # rank → a repetition of that worker's computation
 
 SLICES = 16  # a drawn step repeats the update of one sixteenth of each flat tensor
 SMALLEST_SLICE = 64  # elements
@@ -94,6 +95,20 @@ class Update:
     at_rest: list[Tensor] = field(default_factory=list)  # checksums of the whole master and state
 
 
+@dataclass
+class Compared:
+    """A kind of results: how to represent them with numbers, and the names of these numbers' tensors."""
+
+    split: Callable[[Sequence[Tensor]], Sequence[Tensor]]  # into the tensors that have names
+    names: Callable[[], Sequence[str]]
+    noise: Noise | None = None
+
+    def numbers(self, results: Sequence[Tensor]) -> Tensor:
+        """Return the numbers that represent results: (2, n)."""
+        tensors = self.split(results)
+        return checksums(tensors) if self.noise is None else sums(tensors)
+
+
 class LiveAudit(Hook):
     """Hook that audits drawn steps of a run."""
 
@@ -110,7 +125,6 @@ class LiveAudit(Hook):
         # Micro-batches whose gradients are compared together.
         self.length = self.engine.part_length if isinstance(self.engine, ExactEngine) else 1
         self.state_names = [name for name in self.engine.state_names if name != AVERAGE]
-        self.names = [*(f"gradient of {name}" for name in self.engine.sizes), "loss"]
         self.step = 0  # of the audit, counted from 0
         self.shift: int | None = None  # drawn for the current step
         self.number = 0  # micro-batches of the current step so far
@@ -118,11 +132,12 @@ class LiveAudit(Hook):
         self.updates: list[Update] = []
         self.settled = 0  # audited updates; determines the slices
         self.audited = 0  # compared parts of this worker
-        self.noise: Noise | None = None
+        names = [*(f"gradient of {name}" for name in self.engine.sizes), "loss"]
+        self.gradients = Compared(self.split, lambda: names)
         if not isinstance(self.engine, ExactEngine) and progress.step < worker.data.last_step:
-            self.noise = self.measured_noise()
+            self.gradients.noise = self.measured_noise()
         if self.rank == 0:
-            how = "bit for bit" if self.noise is None else "within the noise measured now"
+            how = "bit for bit" if self.gradients.noise is None else "within the noise measured now"
             share = f"{self.cfg.health.audit:.2%} of the steps"
             worker.group.telemetry.log(f"live audit: another worker repeats {share}, compared {how}")
         self.engine.around_backward = self.audited_backward  # type: ignore[assignment]
@@ -153,22 +168,20 @@ class LiveAudit(Hook):
             yield
         if (number + 1) % self.length == 0:
             assert self.repeated is not None
-            own = self.measured(tensors)
-            other = self.measured(self.gradients_again(self.repeated))
             self.audited += 1
-            self.compare(own, other, partial(self.part_again, number), self.names)
+            self.compare(self.gradients, tensors, self.gradients_again(self.repeated), partial(self.part_again, number))
         if self.number == 0 and self.repeated is not None:
             self.repeated.close()
 
     @contextmanager
     def noted_gradients(self, loss: Tensor) -> Iterator[list[Tensor]]:
-        """Fill the list with the gradients of the backward pass in the `with` block, and the loss."""
+        """Fill the list with the gradient of the backward pass in the `with` block and the loss, as `split` expects."""
         noted: list[Tensor] = []
         engine = self.engine
         if isinstance(engine, ExactEngine):
             yield noted
             assert engine.part is not None
-            noted += engine.part.split(engine.spans)
+            noted.append(engine.part)
             return
         found: dict[str, Tensor] = {}
         # Torch calls these hooks before DeepSpeed's, at every ZeRO stage. The gradient is copied, because torch may use
@@ -179,13 +192,21 @@ class LiveAudit(Hook):
         yield noted
         for handle in handles:
             handle.remove()
+        sizes: Counter[str] = Counter()
         for at in engine.members.values():
-            gradient = found.get(at.holder)
-            if gradient is None:  # the parameter is not used
-                noted.append(torch.zeros(at.size, device=loss.device))
-            else:
-                noted.append(gradient.reshape(-1)[at.start : at.start + at.size])
+            sizes[at.holder] += at.size
+        for name, _ in engine.model.named_parameters():
+            # An unused parameter has no gradient.
+            noted.append(found[name] if name in found else torch.zeros(sizes[name], device=loss.device))
         noted.append(loss.detach().reshape(1))
+
+    def split(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradient of each parameter of the plain model, and the loss."""
+        engine = self.engine
+        if isinstance(engine, ExactEngine):
+            return list(tensors[0].split(engine.spans))
+        names = [name for name, _ in engine.model.named_parameters()]
+        return [*engine.by_member(dict(zip(names, tensors, strict=False))), tensors[-1]]
 
     def gradients_again(self, batches: Iterator[Batch]) -> list[Tensor]:
         """Collective: compute the gradients and the loss of the next micro-batch or part again."""
@@ -202,17 +223,17 @@ class LiveAudit(Hook):
             loss = OBJECTIVES[worker.cfg.objective](worker, self.step, images, batch) * weight
             if isinstance(engine, ExactEngine):
                 part = engine.added(loss, part)
-                tensors = list(part.split(engine.spans))
+                tensors = [part]
             else:
                 # DeepSpeed's backward divides the loss, too.
-                tensors = [*engine.gradients_of(loss / self.accumulation), loss.detach().reshape(1)]
+                tensors = [*engine.gradients_of(loss / self.accumulation).values(), loss.detach().reshape(1)]
         engine.forward = forward
         return tensors
 
-    def part_again(self, last: int, rank: int) -> Tensor:
+    def part_again(self, last: int, rank: int) -> list[Tensor]:
         """Collective: decode a worker's part, up to its micro-batch `last`, and compute its gradients again."""
         with closing(self.batches(rank)) as batches:
-            return self.measured(self.gradients_again(islice(batches, last + 1 - self.length, None)))
+            return self.gradients_again(islice(batches, last + 1 - self.length, None))
 
     def batches(self, rank: int) -> Generator[Batch]:
         """Read and decode a worker's micro-batches of the step again."""
@@ -234,10 +255,6 @@ class LiveAudit(Hook):
                 masked = masked_by(worker.hooks, self.step, shard, sample)
                 yield batch if masked is None or not np.any(masked) else without_rows(batch, masked)
 
-    def measured(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the numbers that represent gradients in comparisons."""
-        return checksums(tensors) if self.noise is None else sums(tensors)
-
     def measured_noise(self) -> Noise | None:
         """Collective: compute a micro-batch of worker 0 twice on each worker; return None if all have the same bits.
 
@@ -251,7 +268,7 @@ class LiveAudit(Hook):
             with closing(self.batches(0)) as batches:
                 tensors = self.gradients_again(batches)
             bits.append(checksums(tensors)[0])
-            votes.append(sums(tensors))
+            votes.append(sums(self.split(tensors)))
         twice = gathered(torch.stack(bits).flatten(), self.world)
         is_equal = all(torch.equal(half, bits[0]) for both in twice for half in both.chunk(2))
         if is_equal and (not bits[0].is_cuda or torch.are_deterministic_algorithms_enabled()):
@@ -266,7 +283,7 @@ class LiveAudit(Hook):
                 "  use nodes with the same processors and cluster.cpus_per_worker, or set health.audit=0"
             )
         counts = [sums_of(size) for size in (*self.engine.sizes.values(), 1)]
-        return Noise.of(self.shared(votes, 0, [], 2), counts, torch.finfo(self.engine.dtype).eps)
+        return Noise.of(self.shared(0, [], votes), counts, torch.finfo(self.engine.dtype).eps)
 
     # -------------------------------------------------------------------- the update, and the state at rest
 
@@ -311,27 +328,34 @@ class LiveAudit(Hook):
         self.updates = []
         self.settled += 1
         assert self.shift is not None
-        names = [f"{kind} of {self.parameter(update)}" for update in updates for kind in ("weight", *self.state_names)]
 
         # 1. The repetition on another worker, from copies of the values before the update.
         given = torch.cat([tensor for update in updates for tensor in update.before])
 
-        def repeat(rank: int) -> Tensor:
+        def repeat(rank: int) -> list[Tensor]:
             of_rank = given.clone()
             dist.broadcast(of_rank, rank)
-            return checksums(self.updated(updates, of_rank))
+            return self.updated(updates, of_rank)
 
-        own = checksums([tensor for update in updates for tensor in update.after])
-        other = checksums(self.updated(updates, self.passed(given, self.shift)))
-        self.compare(own, other, repeat, [f"{name} after the update" for name in names], is_noisy=False)
+        own = [tensor for update in updates for tensor in update.after]
+        other = self.updated(updates, self.passed(given, self.shift))
+        named = Compared(list, lambda: self.kinds_of(updates, " after the update"))
+        self.compare(named, own, other, repeat)
 
         # 2. The state at rest: a worker can only compare its own.
         now = [checksum(tensor) for update in updates for tensor in (update.flat, *self.states(update.flat))]
         differs = torch.stack(now) != torch.stack([value for update in updates for value in update.at_rest])
         for rank, of_rank in enumerate(gathered(differs.double(), self.world)):
-            mismatch = first_difference([(name, rank) for name in names], (of_rank > 0).tolist())
-            if mismatch is not None:
-                self.accuse(rank, f"the {mismatch.what} changed in memory after the update")
+            if of_rank.any():
+                labels = [(name, rank) for name in self.kinds_of(updates, " changed in memory after the update")]
+                mismatch = first_difference(labels, (of_rank > 0).tolist())
+                assert mismatch is not None
+                self.accuse(rank, f"the {mismatch.what}")
+
+    def kinds_of(self, updates: Sequence[Update], suffix: str) -> list[str]:
+        """Return a description of each result of the updates."""
+        names = map(self.parameter, updates)
+        return [f"{kind} of {name}{suffix}" for name in names for kind in ("weight", *self.state_names)]
 
     def updated(self, updates: Sequence[Update], given: Tensor) -> list[Tensor]:
         """Repeat updates, starting from the values before them; return the resulting master weights and moments."""
@@ -372,74 +396,62 @@ class LiveAudit(Hook):
             exchange(tensor, received, (self.rank + shift) % self.world, (self.rank - shift) % self.world)
         return received
 
-    def compare(
-        self,
-        own: Tensor,
-        other: Tensor,
-        repeat: Callable[[int], Tensor],
-        names: Sequence[str],
-        *,
-        is_noisy: bool = True,
-    ) -> None:
+    def compare(self, what: Compared, own: Sequence[Tensor], other: Sequence[Tensor], repeat: Repeat) -> None:
         """Collective: compare every worker's results with their repetition. Raises the errors of `accuse`.
 
         `own` are this worker's results, `other` its repetition of another worker's, and `repeat(rank)` repeats a
-        worker's computation again. With `is_noisy`, results may differ by noise.
+        worker's computation again.
         """
         assert self.shift is not None
-        noise = self.noise if is_noisy else None
-        returned = self.passed(other, -self.shift)
-        for rank, differs in enumerate(gathered(differing(own, returned, noise).any().double().reshape(1), self.world)):
+        # Without noise, few numbers suffice until a difference must be named.
+        measure = checksums if what.noise is None else what.numbers
+        mine = measure(own)
+        is_different = differing(mine, self.passed(measure(other), -self.shift), what.noise).any()
+        for rank, differs in enumerate(gathered(is_different.double().reshape(1), self.world)):
             if differs.any():
-                self.decide(rank, [own, returned], repeat, names, noise)
+                self.decide(what, rank, own, other, repeat)
 
-    def decide(
-        self,
-        rank: int,
-        pair: Sequence[Tensor],
-        repeat: Callable[[int], Tensor],
-        names: Sequence[str],
-        noise: Noise | None,
-    ) -> None:
-        """Collective: repeat a worker's computation on several workers, and accuse the worker with a wrong result.
-
-        `pair` are its results and their repetition, known to that worker only.
-        """
+    def decide(self, what: Compared, rank: int, own: Sequence[Tensor], other: Sequence[Tensor], repeat: Repeat) -> None:
+        """Collective: repeat a worker's computation on several workers, and accuse the worker with a wrong result."""
         assert self.shift is not None
         repeater = (rank + self.shift) % self.world
-        times = 1 if noise is None else 2
-        votes = self.shared([repeat(rank) for _ in range(times)], rank, pair, times)
-        if noise is not None:
-            noise = self.noise = noise.grown(votes[2:])
-        right = majority(list(votes), lambda first, second: not bool(differing(first, second, noise).any()))
+        again = [what.numbers(repeat(rank)) for _ in range(1 if what.noise is None else 2)]
+        votes = self.shared(rank, [what.numbers(own), what.numbers(other)], again)
+        if what.noise is not None:
+            what.noise = what.noise.grown(votes[2:])
+        right = majority(list(votes), lambda first, second: not bool(differing(first, second, what.noise).any()))
         accused = None
         wrong, reference = votes[0], votes[1]
         if right is not None:
             reference = votes[right]
             accused = rank
-            if not differing(wrong, reference, noise).any():
+            if not differing(wrong, reference, what.noise).any():
                 accused = repeater
                 wrong = votes[1]
-        labels = [(name, rank) for name in names]
-        if noise is not None:
-            labels = [label for label, count in zip(labels, noise.counts, strict=True) for _ in range(count)]
-        mismatch = first_difference(labels, differing(wrong, reference, noise).tolist())
+        labels = [(name, rank) for name in what.names()]
+        if what.noise is not None:
+            labels = [label for label, count in zip(labels, what.noise.counts, strict=True) for _ in range(count)]
+        mismatch = first_difference(labels, differing(wrong, reference, what.noise).tolist())
         if mismatch is None:  # noise has grown since the start
             return
         more = f" and {mismatch.others} more of {len(labels)} results" if mismatch.others else ""
         verb = "differ" if mismatch.others else "differs"
         self.accuse(accused, f"the {mismatch.what}{more} {verb} from a repetition", (rank, repeater))
 
-    def shared(self, repetitions: Sequence[Tensor], rank: int, pair: Sequence[Tensor], times: int) -> Tensor:
-        """Collective: return `pair` of worker `rank`, and `times` repetitions by each of up to VOTERS workers."""
-        first = len(pair)
-        votes = torch.zeros(first + times * min(self.world, VOTERS), *repetitions[0].shape, dtype=torch.float64)
-        votes = votes.to(repetitions[0].device)
-        begin = first + times * ((self.rank - rank) % self.world)
-        if self.rank == rank and pair:
-            votes[:first] = torch.stack(list(pair))
-        if begin < len(votes):
-            votes[begin : begin + times] = torch.stack(list(repetitions))
+    def shared(self, rank: int, pair: Sequence[Tensor], again: Sequence[Tensor]) -> Tensor:
+        """Collective: return worker `rank`'s result, the repetition by its repeater, and those of up to VOTERS workers.
+
+        Each worker gives its own numbers: its result and its repetition (`pair`, may be empty), and those of `again`.
+        """
+        size = len(pair) + len(again) * min(self.world, VOTERS)
+        votes = torch.zeros(size, *again[0].shape, dtype=torch.float64, device=again[0].device)
+        place = (self.rank - rank) % self.world
+        for number, (tensor, owner) in enumerate(zip(pair, (0, self.shift), strict=False)):
+            if place == owner:
+                votes[number] = tensor
+        begin = len(pair) + len(again) * place
+        if begin < size:
+            votes[begin : begin + len(again)] = torch.stack(list(again))
         # Each row is zero on all workers except one.
         dist.all_reduce(votes)
         return votes
