@@ -160,6 +160,7 @@ class LiveAudit(Hook):
             self.step = self.progress.step
             self.shift = drawn_shift(self.cfg.seed, self.step, self.cfg.health.audit, self.world)
             if self.shift is not None:
+                self.compare_weights()
                 self.repeated = self.batches((self.rank - self.shift) % self.world)
         if self.shift is None:
             yield
@@ -172,6 +173,19 @@ class LiveAudit(Hook):
             self.compare(self.gradients, tensors, self.gradients_again(self.repeated), partial(self.part_again, number))
         if self.number == 0 and self.repeated is not None:
             self.repeated.close()
+
+    def compare_weights(self) -> None:
+        """Collective: compare the model weights of all workers, which are copies of each other except at ZeRO 3."""
+        engine = self.engine
+        if self.world == 1 or engine.zero == 3:
+            return
+        parameters = dict(engine.model.named_parameters())
+        weights = [p.detach() for p in parameters.values()]
+        what = Compared(
+            lambda tensors: engine.by_member(dict(zip(parameters, tensors, strict=True))),
+            lambda: [f"weight of {name} in the model" for name in engine.sizes],
+        )
+        self.compare(what, weights, weights, lambda rank: weights)
 
     @contextmanager
     def noted_gradients(self, loss: Tensor) -> Iterator[list[Tensor]]:

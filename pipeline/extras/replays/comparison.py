@@ -49,7 +49,7 @@ def first_difference(labels: Sequence[Label], differs: Sequence[bool]) -> Mismat
     if not differing:
         return None
     what = differing[0][0]
-    workers = {worker for name, worker in differing if name == what}
+    workers = {worker for name, worker in differing if name == what and worker is not None}
     return Mismatch(what, workers.pop() if len(workers) == 1 else None, len(differing) - 1)
 
 

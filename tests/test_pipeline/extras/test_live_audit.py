@@ -128,10 +128,10 @@ def test_audit_changes_no_bit_of_a_run(zero: int, shards: Path, tmp_path: Path):
 def test_accused_worker_ends_the_attempt_before_the_wrong_step_is_committed(shards: Path, tmp_path: Path):
     task = bench.task_of(tmp_path / "run", shards, bench.config_of(shards, 8, 1.0))
     task["config"]["save_every"] = 3
-    task |= {"hooks": {bench.HOOK: {}}, "flip": {"step": 5, "rank": 1}}
+    task |= {"hooks": {audited_runs.FLIP: {"step": 5, "rank": 1}, bench.HOOK: {}}}
     cluster = ClusterConfig(workers=2, backend="processes")
     with pytest.raises(WorkerGroupError) as caught:
-        run_worker_group(audited_runs.train_with_flip, task, cluster=cluster, name="w", directory=tmp_path)
+        run_worker_group(train.train, task, cluster=cluster, name="w", directory=tmp_path)
     assert caught.value.rank == 1
     assert caught.value.kind == CorruptWorker.__name__
     assert caught.value.exit_code is None
