@@ -96,7 +96,7 @@ class Update:
 
 
 @dataclass
-class Compared:
+class Representation:
     """A kind of results: how to represent them with numbers, and the names of these numbers' tensors."""
 
     split: Callable[[Sequence[Tensor]], Sequence[Tensor]]  # into the tensors that have names
@@ -133,7 +133,7 @@ class LiveAudit(Hook):
         self.settled = 0  # audited updates; determines the slices
         self.audited = 0  # compared parts of this worker
         names = [*(f"gradient of {name}" for name in self.engine.sizes), "loss"]
-        self.gradients = Compared(self.split, lambda: names)
+        self.gradients = Representation(self.split, lambda: names)
         if not isinstance(self.engine, ExactEngine) and progress.step < worker.data.last_step:
             self.gradients.noise = self.measured_noise()
         if self.rank == 0:
@@ -181,7 +181,7 @@ class LiveAudit(Hook):
             return
         parameters = dict(engine.model.named_parameters())
         weights = [p.detach() for p in parameters.values()]
-        what = Compared(
+        what = Representation(
             lambda tensors: engine.by_member(dict(zip(parameters, tensors, strict=True))),
             lambda: [f"weight of {name} in the model" for name in engine.sizes],
         )
@@ -353,7 +353,7 @@ class LiveAudit(Hook):
 
         own = [tensor for update in updates for tensor in update.after]
         other = self.updated(updates, self.passed(given, self.shift))
-        named = Compared(list, lambda: self.kinds_of(updates, " after the update"))
+        named = Representation(list, lambda: self.kinds_of(updates, " after the update"))
         self.compare(named, own, other, repeat)
 
         # 2. The state at rest: a worker can only compare its own.
@@ -410,7 +410,7 @@ class LiveAudit(Hook):
             exchange(tensor, received, (self.rank + shift) % self.world, (self.rank - shift) % self.world)
         return received
 
-    def compare(self, what: Compared, own: Sequence[Tensor], other: Sequence[Tensor], repeat: Repeat) -> None:
+    def compare(self, what: Representation, own: Sequence[Tensor], other: Sequence[Tensor], repeat: Repeat) -> None:
         """Collective: compare every worker's results with their repetition. Raises the errors of `accuse`.
 
         `own` are this worker's results, `other` its repetition of another worker's, and `repeat(rank)` repeats a
@@ -425,7 +425,9 @@ class LiveAudit(Hook):
             if differs.any():
                 self.decide(what, rank, own, other, repeat)
 
-    def decide(self, what: Compared, rank: int, own: Sequence[Tensor], other: Sequence[Tensor], repeat: Repeat) -> None:
+    def decide(
+        self, what: Representation, rank: int, own: Sequence[Tensor], other: Sequence[Tensor], repeat: Repeat
+    ) -> None:
         """Collective: repeat a worker's computation on several workers, and accuse the worker with a wrong result."""
         assert self.shift is not None
         repeater = (rank + self.shift) % self.world
