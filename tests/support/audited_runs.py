@@ -1,5 +1,6 @@
-"""A hook for the live audit's tests that flips one bit of a gradient, and the extra that loads it."""
+"""Hooks for the live audit's tests, which flip a bit of a gradient or change the order of sums, and an extra."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import jobs.__main__
 from jobs.kinds import load_kinds
 from jobs.resolved_recipe import Context
 from jobs.stages.training import TrainingExtra
+from pipeline.batches import OBJECTIVES
 from pipeline.hooks import Hook, HookOptions
 from pipeline.training_config import TrainConfig
 
 FLIP = "tests.support.audited_runs:Flip"
+OTHER_ORDER = "tests.support.audited_runs:OtherOrder"
 
 
 class Flip(Hook):
@@ -38,6 +41,20 @@ class Flip(Hook):
 
         if self.job.attempt == 1 and dist.get_rank() == self.rank:
             worker.engine.added = adding
+
+
+class OtherOrder(Hook):
+    """Makes worker 1 compute the samples of a micro-batch in reverse, so that its sums have other last bits."""
+
+    def begin(self, worker: Any, progress: Any) -> None:
+        """Replace the objective on this worker."""
+        objective = OBJECTIVES["classification"]
+
+        def reversing(worker: Any, step: int, images: torch.Tensor, batch: Any) -> torch.Tensor:
+            return objective(worker, step, images.flip(0), replace(batch, labels=batch.labels.flip(0)))
+
+        if dist.get_rank() == 1:
+            OBJECTIVES["classification"] = reversing
 
 
 class FlipExtra(TrainingExtra):

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import live_audit as bench
 from benchmarks.replay import STAGE
-from data.errors import ConfigError, CorruptWorker
+from data.errors import ConfigError, CorruptWorker, ExitCode
 from data.shards.packing import pack
 from data.sources.samples import digits
 from jobs.cluster.failure import WorkerGroupError
@@ -109,6 +109,17 @@ def test_gradients_with_noise_are_compared_within_it(shards: Path, tmp_path: Pat
     assert ranks_at(accusations) == {fault["step"]: {fault["rank"]} for fault in faults}
 
 
+def test_workers_that_compute_other_bits_than_each_other_are_refused(shards: Path, tmp_path: Path):
+    task = bench.task_of(tmp_path / "run", shards, bench.config_of(shards, 4, 1.0, "plain"))
+    task |= {"hooks": {audited_runs.OTHER_ORDER: {}, bench.HOOK: {}}}
+    cluster = ClusterConfig(workers=2, backend="processes")
+    with pytest.raises(WorkerGroupError) as caught:
+        run_worker_group(train.train, task, cluster=cluster, name="w", directory=tmp_path)
+    assert caught.value.exit_code == ExitCode.UNAVAILABLE
+    assert "the gradients of one micro-batch differ between workers on " in caught.value.cause
+    assert "use nodes with the same processors and cluster.cpus_per_worker, or set health.audit=0" in caught.value.cause
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_audit_changes_no_bit_of_a_run(zero: int, shards: Path, tmp_path: Path):
     losses = []
@@ -123,18 +134,23 @@ def test_audit_changes_no_bit_of_a_run(zero: int, shards: Path, tmp_path: Path):
         audited = records[-1].get("audited_parts")
     assert losses[0] == losses[1] and len(losses[0]) == 8
     assert audited and audited >= 2
+    log = (folder / STAGE / "log.txt").read_text()
+    assert "live audit: another worker repeats 50.00% of the steps, compared bit for bit" in log
 
 
-def test_accused_worker_ends_the_attempt_before_the_wrong_step_is_committed(shards: Path, tmp_path: Path):
+@pytest.mark.parametrize(("workers", "rank"), [(1, 0), (2, 1)])
+def test_accused_worker_ends_the_attempt_before_the_wrong_step_is_committed(
+    workers: int, rank: int, shards: Path, tmp_path: Path
+):
     task = bench.task_of(tmp_path / "run", shards, bench.config_of(shards, 8, 1.0))
     task["config"]["save_every"] = 3
-    task |= {"hooks": {audited_runs.FLIP: {"step": 5, "rank": 1}, bench.HOOK: {}}}
-    cluster = ClusterConfig(workers=2, backend="processes")
+    task |= {"hooks": {audited_runs.FLIP: {"step": 5, "rank": rank}, bench.HOOK: {}}}
+    cluster = ClusterConfig(workers=workers, backend="processes")
     with pytest.raises(WorkerGroupError) as caught:
         run_worker_group(train.train, task, cluster=cluster, name="w", directory=tmp_path)
-    assert caught.value.rank == 1
+    assert caught.value.rank == rank
     assert caught.value.kind == CorruptWorker.__name__
     assert caught.value.exit_code is None
-    assert "live audit of step 6: worker 1 computed wrong results: the gradient of " in caught.value.cause
+    assert f"live audit of step 6: worker {rank} computed wrong results: the gradient of " in caught.value.cause
     steps = [step_of(name) for name in committed(tmp_path / "run" / "pretrain-00000000" / "checkpoints")]
     assert steps and max(steps) <= 5
