@@ -420,7 +420,8 @@ class LiveAudit(Hook):
         # Without noise, few numbers suffice until a difference must be named.
         measure = checksums if what.noise is None else what.numbers
         mine = measure(own)
-        is_different = differing(mine, self.passed(measure(other), -self.shift), what.noise).any()
+        theirs = mine if other is own else measure(other)
+        is_different = differing(mine, self.passed(theirs, -self.shift), what.noise).any()
         for rank, differs in enumerate(gathered(is_different.double().reshape(1), self.world)):
             if differs.any():
                 self.decide(what, rank, own, other, repeat)
