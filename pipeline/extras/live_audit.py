@@ -292,8 +292,8 @@ class LiveAudit(Hook):
         dist.all_gather_object(names, name)
         if len(set(names)) > 1 or (not is_equal and all(torch.equal(*both.chunk(2)) for both in twice)):
             raise ClusterError(
-                f"health.audit needs workers that compute the same bits, but the gradients of one micro-batch differ "
-                f"between workers on {', '.join(sorted(set(names)))}\n"
+                "health.audit needs equal workers, but their devices differ, or the gradients that each computes "
+                f"repeatedly from the same images (devices: {', '.join(sorted(set(names)))})\n"
                 "  use nodes with the same processors and cluster.cpus_per_worker, or set health.audit=0"
             )
         counts = [sums_of(size) for size in (*self.engine.sizes.values(), 1)]
@@ -422,8 +422,9 @@ class LiveAudit(Hook):
         mine = measure(own)
         theirs = mine if other is own else measure(other)
         is_different = differing(mine, self.passed(theirs, -self.shift), what.noise).any()
-        for rank, differs in enumerate(gathered(is_different.double().reshape(1), self.world)):
-            if differs.any():
+        flags = torch.cat(gathered(is_different.double().reshape(1), self.world)).tolist()
+        for rank, flag in enumerate(flags):
+            if flag:
                 self.decide(what, rank, own, other, repeat)
 
     def decide(
