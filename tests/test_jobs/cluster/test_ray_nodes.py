@@ -571,6 +571,7 @@ def test_node_with_a_flipped_bit_is_left_and_the_run_ends_as_if_it_had_not_flipp
     pytest.importorskip("jobs.extras.live_audit")
     from tests.support import audited_runs
 
+    nodes_in(ClusterConfig(workers=2)).excluded.clear()  # by earlier tests
     loaded = campaign.load(
         recipe, ["cluster.backend=ray", *audited_runs.changes(recipe.parent / "flipped", 1.0)], audited_runs.kinds()
     )
