@@ -44,10 +44,12 @@ class WorkerGroupError(Exception):
         *,
         exit_code: int | None = None,
         kind: str = "",
+        node_id: str = "",
     ) -> None:
         super().__init__(cause)
         self.rank = rank  # None if no single worker caused the failure
         self.node = node
+        self.node_id = node_id  # Ray's, because node names may repeat; "" if unknown
         self.cause = cause
         self.traceback = traceback
         self.exit_code = exit_code
@@ -181,6 +183,7 @@ class Evidence:
             first["traceback"],
             exit_code=first["exit_code"],
             kind=first["kind"],
+            node_id=first.get("node_id", ""),
         )
 
 

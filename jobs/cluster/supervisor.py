@@ -312,8 +312,7 @@ def exclude_unlike_nodes(context: Context, nodes: Nodes, failure: WorkerGroupErr
 
 def exclude_node(context: Context, nodes: Nodes, failure: WorkerGroupError, least: int) -> None:
     """Exclude a worker's node from the campaign, if the other nodes have room for at least `least` workers."""
-    ids = {node_id for node_id, identity in nodes.identities().items() if identity["node"] == failure.node}
-    if ids and nodes.exclude(ids, least) >= least:
+    if failure.node_id and nodes.exclude({failure.node_id}, least) >= least:
         context.log(f"excluded from this campaign: {failure.node}, whose worker {failure.rank} computed wrong results")
     else:
         context.log(

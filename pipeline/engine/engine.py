@@ -21,8 +21,8 @@ loaded at another ZeRO stage, and flipped bits in them are not detected.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -94,6 +94,8 @@ class Engine:
         self.gradient_norm = 0.0
         self.trace: Trace | None = None  # trace of the last step; None: sums have no fixed order, so runs differ
         self.sizes: dict[str, int] = {}  # number of elements of every parameter, by its name in the plain model
+        # A context for each backward pass, collective; an extra may replace it.
+        self.around_backward: Callable[[Tensor], AbstractContextManager[object]] = nullcontext
         # Copy the fp32 values before DeepSpeed rounds the weights to bf16 in place.
         masters: dict[str, Tensor] = {}
         for name, p in model.named_parameters():
@@ -141,7 +143,19 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of `loss` / (accumulation × world), reduced over the workers as ZeRO does."""
-        self.engine.backward(loss)
+        with self.around_backward(loss):
+            self.engine.backward(loss)
+
+    def gradients_of(self, loss: Tensor) -> dict[str, Tensor]:
+        """Return the gradient of `loss` for each of DeepSpeed's parameters, without reduction."""
+        # Not loss.backward(), which would run DeepSpeed's hooks. Unused parameters get zeros and keep their places.
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        return dict(zip(names, torch.autograd.grad(loss, parameters, materialize_grads=True), strict=True))
+
+    def by_member(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        """Split gradients of DeepSpeed's parameters into flat ones of the plain model's parameters."""
+        members = self.members.values()
+        return [gradients[at.holder].reshape(-1)[at.start : at.start + at.size] for at in members]
 
     def end_micro_batch(self, rate: float, numbers: Tensor | None = None) -> list[float]:
         """End a micro-batch; after the last one of a step, run the optimizer step with this learning rate.

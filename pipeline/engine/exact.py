@@ -36,16 +36,17 @@ from pipeline.training_config import TrainConfig
 from pipeline.training_data import BYTES_BF16, BYTES_FP32
 
 
-def exchange(outgoing: Tensor, incoming: Tensor, peer: int) -> None:
-    """Send `outgoing` to the worker `peer`, and receive that worker's tensor into `incoming`."""
+def exchange(outgoing: Tensor, incoming: Tensor, peer: int, sender: int | None = None) -> None:
+    """Send `outgoing` to the worker `peer`, and receive the tensor of `sender` (default: peer) into `incoming`."""
+    sender = peer if sender is None else sender
     if outgoing.is_cuda and over_gloo():
         # Workers that share a GPU use gloo, which only transfers host memory.
         received = torch.empty_like(incoming, device="cpu")
-        exchange(outgoing.cpu(), received, peer)
+        exchange(outgoing.cpu(), received, peer, sender)
         incoming.copy_(received)
         return
     sending = dist.P2POp(dist.isend, outgoing, peer)
-    receiving = dist.P2POp(dist.irecv, incoming, peer)
+    receiving = dist.P2POp(dist.irecv, incoming, sender)
     # Both at once: two workers that both send first and then receive would wait for each other.
     for request in dist.batch_isend_irecv([sending, receiving]):
         request.wait()
@@ -130,8 +131,6 @@ class ExactEngine(Engine):
         self.parts = parts
         self.trace: Trace = Trace([], [], [])  # trace of the last step
         self._of_parts: list[Tensor] = []  # loss and checksum of each completed part
-        # Called with each completed part before the update: its number on this worker, and its flat sum.
-        self.note_part: Callable[[int, Tensor], None] | None = None
         # Find the position of each flat tensor of the optimizer in the whole gradient.
         first_of: dict[str, int] = {}  # element of the whole gradient at which a parameter begins
         total = 0
@@ -155,7 +154,8 @@ class ExactEngine(Engine):
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss` / (accumulation × world) to the gradient of the current part."""
-        self.part = self.added(loss, self.part)
+        with self.around_backward(loss):
+            self.part = self.added(loss, self.part)
 
     def added(self, loss: Tensor, part: Tensor | None) -> Tensor:
         """Add the gradient of `loss` / (accumulation × world) to the flat sum of a part in place, and return the sum.
@@ -164,16 +164,11 @@ class ExactEngine(Engine):
         """
         # The divisor is the same at every world size.
         loss = loss / self.micro_batches
-        # Not loss.backward(), which would run DeepSpeed's hooks. Unused parameters get zeros and keep their places.
-        names, parameters = zip(*self.model.named_parameters(), strict=True)
-        gradients = dict(zip(names, torch.autograd.grad(loss, parameters, materialize_grads=True), strict=True))
+        addends = self.by_member(self.gradients_of(loss))
         if part is None:
             # In fp32 even if weights are bf16: sums of many small numbers would lose their last bits in bf16.
             part = torch.zeros(sum(self.spans), device=loss.device)
         # The loss follows the gradient, so that its mean over the batch is summed in the same order.
-        addends: list[Tensor] = []
-        for member in self.members.values():
-            addends.append(gradients[member.holder].reshape(-1)[member.start : member.start + member.size])
         addends.append(loss.detach().reshape(-1))
         for view, addend in zip(part.split(self.spans), addends, strict=True):
             view.add_(addend)
@@ -192,8 +187,6 @@ class ExactEngine(Engine):
         assert self.part is not None
         finished = self.part
         self.part = None
-        if self.note_part is not None:
-            self.note_part(len(self._of_parts), finished)
         self._of_parts.append(torch.stack([finished[-1].double(), checksum(finished[:-1])]))
         closed_parts = self._seen // self.part_length
         carries = (closed_parts & -closed_parts).bit_length() - 1  # trailing zeros of the number in binary

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from jobs.terminal import echo
 from pipeline.checkpoints.manifest import read_manifest
 from pipeline.checkpoints.reader import Reader
 from pipeline.extras.replays.batch import RecordedStep, TrainedStage
+from pipeline.extras.replays.comparison import Label, Mismatch, first_difference, majority
 from pipeline.monitoring.telemetry import account
 from pipeline.values import counted, duration
 
@@ -144,9 +146,7 @@ def audit(
         if finding.what:
             finding.verdict = classify(finding)
             third = replays.repeat(finding.start, finding.last, Path(f"{folder}-again"))
-            check = Finding(finding.start, finding.last)
-            compare(repeated, third, check)
-            if check.what:
+            if majority([repeated, third, stage], partial(agree, finding)) != 0:
                 finding.verdict = "unclear, because this machine gave two different results"
         else:
             shutil.rmtree(folder)
@@ -242,11 +242,11 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
         finding.traced += bool(original.trace and repetition.trace)
         gap = max(relative(original.loss, repetition.loss), relative(original.grad_norm, repetition.grad_norm))
         has_other_result |= gap > 0
-        what, worker = first_difference(original, repetition)
-        if what and not finding.what:
+        mismatch = difference_of(original, repetition)
+        if mismatch is not None and not finding.what:
             finding.step = step
-            finding.what = what
-            finding.worker = worker
+            finding.what = mismatch.what
+            finding.worker = mismatch.worker
             finding.size = gap
 
     # 2. Compare the commits, piece by piece as saved by the run's workers.
@@ -294,8 +294,15 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
         finding.worker = finding.differing[0].worker
 
 
-def first_difference(original: RecordedStep, repeated: RecordedStep) -> tuple[str, int | None]:
-    """Return the first quantity that differs in a step ("" if all agree), and the differing worker, if known."""
+def agree(finding: Finding, before: TrainedStage, after: TrainedStage) -> bool:
+    """Return whether two repetitions of a finding's stretch have the same results."""
+    between = Finding(finding.start, finding.last)
+    compare(before, after, between)
+    return not between.what
+
+
+def difference_of(original: RecordedStep, repeated: RecordedStep) -> Mismatch | None:
+    """Return the first quantity that differs in a step, and the differing worker, if known; None if all agree."""
     pairs: list[tuple[str, Sequence[float], Sequence[float]]]
     pairs = [("loss", [original.loss], [repeated.loss]), ("gradient", [original.grad_norm], [repeated.grad_norm])]
     if original.trace and repeated.trace:
@@ -303,16 +310,14 @@ def first_difference(original: RecordedStep, repeated: RecordedStep) -> tuple[st
         pairs = [("loss", *losses), ("gradient", *gradients), *pairs]
         if original.world == repeated.world:  # with other world sizes, the workers hold different parts of the state
             pairs.insert(0, ("state", *states))
+    labels: list[Label] = []
+    differs = []
     for what, before, after in pairs:
-        workers = set()
         for place, numbers in enumerate(zip(before, after, strict=True)):
-            if relative(*numbers) > 0:
-                workers.add(place * original.world // len(before))
-        if len(workers) == 1 and len(before) >= original.world:
-            return what, workers.pop()
-        if workers:
-            return what, None
-    return "", None
+            is_of_one = len(before) >= original.world
+            labels.append((what, place * original.world // len(before) if is_of_one else None))
+            differs.append(relative(*numbers) > 0)
+    return first_difference(labels, differs)
 
 
 def relative(before: float | None, after: float | None) -> float:

@@ -41,8 +41,8 @@ class HealthConfig:
     # record: log the spike, also in metrics.jsonl; bisect: in addition, search for its samples on a spare worker during
     # training, and give them no weight from the next checkpoint (docs/replay.md)
     on_spike: Literal["record", "bisect"] = "record"
-    # share of the parts of steps (exact_parts) that another worker repeats during training, for example 0.01; a
-    # different result ends the attempt before it is committed (docs/design/engine-check.md); 0: off
+    # share of the steps that another worker repeats during training, for example 0.01; a different result ends the
+    # attempt before it is committed (docs/replay.md); 0: off
     audit: float = 0.0
 
     def __post_init__(self) -> None:
@@ -56,14 +56,6 @@ class SpikeConfig(TrainConfig):
     health: HealthConfig = field(default_factory=HealthConfig)  # reaction to spikes, and the live audit
 
     RESUME: ClassVar[Tags] = tags(free="health")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            not self.health.audit or self.exact_parts > 0,
-            f"health.audit is {self.health.audit}, but exact_parts is 0: without exact mode, a repetition on another "
-            "worker may differ in the last bits\n  set exact_parts to the largest number of workers, or health.audit=0",
-        )
 
 
 class Masking(Hook):

@@ -32,6 +32,7 @@ from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker_group import do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
+from jobs.recipe import campaign
 from jobs.run.reading import StatusMessage
 from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import attempt_folder
@@ -560,3 +561,30 @@ def test_draining_a_node_loses_no_step_and_is_not_an_incident(notice, moves, nod
     why = "its node is being drained" if notice == "drain" else "worker 1 was sent SIGTERM"
     assert f"leaving the cluster: {given[1]['node']} ({why}" in said
     assert said.count("; moving the workers to other nodes, resuming from step ") == moves
+
+
+# ------------------------------------------------------------------------ nodes with wrong results
+
+
+@pytest.mark.slow
+def test_node_with_a_flipped_bit_is_left_and_the_run_ends_as_if_it_had_not_flipped(nodes, recipe, capsys) -> None:
+    pytest.importorskip("jobs.extras.live_audit")
+    from tests.support import audited_runs
+
+    nodes_in(ClusterConfig(workers=2)).excluded.clear()  # by earlier tests
+    loaded = campaign.load(
+        recipe, ["cluster.backend=ray", *audited_runs.changes(recipe.parent / "flipped", 1.0)], audited_runs.kinds()
+    )
+    run_campaign(loaded, only="pretrain")
+    stage = loaded.directory(loaded.stage("pretrain"))
+    said = capsys.readouterr().out
+    clean = campaigns.load(recipe, audited_runs.changes(recipe.parent / "clean", 0.0))
+    run_campaign(clean, only="pretrain")
+
+    assert "CorruptWorker: live audit of step 6: worker 1 computed wrong results: the gradient of " in said
+    assert f"excluded from this campaign: {os.uname().nodename}, whose worker 1 computed wrong results" in said
+    first, second = (records(attempt_folder(stage, number)) for number in (1, 2))
+    assert len(second) == 2
+    assert first[1]["node_id"] not in [worker["node_id"] for worker in second]
+    assert first[0]["node_id"] in [worker["node_id"] for worker in second]
+    assert audited_runs.losses_of(stage) == audited_runs.losses_of(clean.directory(clean.stage("pretrain")))

@@ -412,7 +412,8 @@ def test_node_of_a_worker_with_wrong_results_is_excluded_if_enough_remain(versio
     lines: list[str] = []
     context = pretrain_context(tmp_path, ClusterConfig(workers=4), log=lines.append)
     nodes: Any = NodesByHand(versions, {})
-    failure = WorkerGroupError(3, "n1", "CorruptWorker: worker 3 is wrong", kind="CorruptWorker")
+    node_id = "id1" if versions else ""  # without Ray, nodes have no ids
+    failure = WorkerGroupError(3, "n1", "CorruptWorker: worker 3 is wrong", kind="CorruptWorker", node_id=node_id)
     exclude_node(context, nodes, failure, 4)
     assert lines == [line]
     assert nodes.left_out == left_out
