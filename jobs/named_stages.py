@@ -10,28 +10,22 @@ The selected folder is reported on stderr. Nothing here imports torch.
 
 import glob
 import json
-import re
 import sys
-import time
 from contextlib import suppress
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
 from data.checks import few, printable_lines
 from data.errors import DataError, ExitCode, UsageError
+from jobs.stage_folders import CHECKPOINTS, RECORD, TABLE, StageFolder, stage_at, stages_in
 from jobs.terminal import for_stream
 from models.checks import did_you_mean
 from models.weights.folder import CONFIG
-from pipeline.artifacts import DONE, TASK, recorded_s
+from pipeline.artifacts import TASK
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.monitoring.telemetry import last_metrics
 from pipeline.values import counted
 
-STAGE_FOLDER = re.compile(r"(?P<name>.+)-(?P<key>[0-9a-f]{8})")
-CHECKPOINTS = "checkpoints"
-RECORD = "stage.json"
-TABLE = "sweep.json"
 # Files that a command may need from a stage → their names in messages. Data sets are named by their own names.
 READS = {
     CONFIG: "weights",
@@ -41,38 +35,6 @@ READS = {
     RECORD: "a record",
 }
 OF_UNFINISHED = (TASK, CHECKPOINTS, RECORD)  # files that exist before a stage has finished
-
-
-@dataclass(frozen=True)
-class StageFolder:
-    """The folder of a stage in a run directory."""
-
-    path: Path
-    name: str
-    is_finished: bool
-    time: float  # when it finished or last started, from its records, because copying a run changes file times
-
-    def __str__(self) -> str:
-        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
-        if self.is_finished:
-            return f"{self.path.name}, finished {clock}"
-        return f"{self.path.name}, not finished, started {clock}"
-
-
-def stage_at(folder: Path) -> StageFolder | None:
-    """Return the stage in a folder, which is named NAME-KEY and has a stage.json; None for any other folder."""
-    parts = STAGE_FOLDER.fullmatch(folder.name)
-    if parts is None or not (folder / RECORD).exists():
-        return None
-    if (folder / DONE).exists():
-        return StageFolder(folder, parts["name"], True, recorded_s(folder / DONE, "finished"))
-    return StageFolder(folder, parts["name"], False, recorded_s(folder / RECORD, "resumed"))
-
-
-def stages_in(run: Path) -> list[StageFolder]:
-    """Return a run directory's stages, finished ones first, newer before older; [] for any other folder."""
-    stages = filter(None, map(stage_at, run.glob("*/")))
-    return sorted(stages, key=attrgetter("is_finished", "time"), reverse=True)
 
 
 def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed: str = "") -> str:

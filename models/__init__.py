@@ -9,8 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from models.configs import ModelConfig, ViTConfig, check_architecture, config_of, from_dict, keeps_head, to_dict
-from models.weights.folder import load_class_names, load_preprocessing
-from models.weights.preprocessing import Preprocessing
+from models.weights.folder import Preprocessing, load_class_names, load_preprocessing
 
 if TYPE_CHECKING:
     from models.catalog import (

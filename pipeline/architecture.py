@@ -14,7 +14,7 @@ from data.errors import ConfigError, DataError
 from data.images.preprocess import both_sides, parse_ops, shape_of
 from models import ModelConfig, Preprocessing
 from models.configs import MaskedConfig, ViTConfig
-from models.weights.preprocessing import named_filter
+from models.weights.folder import named_filter
 from pipeline.config import require
 from pipeline.training_config import TrainConfig
 from pipeline.values import shown
@@ -140,7 +140,7 @@ def check_shape(ops: str | None, model: ModelConfig, key: str) -> None:
     )
 
 
-# Resize ops with an equivalent in other libraries, and its name in models/weights/preprocessing.py.
+# Resize ops with an equivalent in other libraries, and its name in models/extras/weights/preprocessing.py.
 INTERPOLATIONS = {
     "resize": "bilinear",
     "resize_float": "bilinear",

@@ -22,8 +22,9 @@ from pipeline.extras.recorded_config import recorded_config
 from pipeline.extras.replays.batch import rebuild
 from pipeline.training_data import training_order
 from tests.support import campaigns
+from tests.support.recipes import without_check
 
-RECIPE = """
+RECIPE = without_check("""
 run: {run}
 cluster: {{workers: 2, backend: processes, backoff_s: 0}}
 shards:
@@ -46,7 +47,7 @@ pretrain:
   precision: fp32
   save_every: 8
   log_every: 1
-"""
+""")
 
 
 @pytest.fixture

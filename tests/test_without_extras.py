@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.recipes import SMALL
+from tests.support.recipes import NO_CHECK, SMALL
 from tests.test_layout import PACKAGES, ROOT, is_extra, modules_of
 
 EXTRAS = sorted(
@@ -107,7 +107,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_without_one_extra_the_commands_and_recipes_of_the_core_work(tmp_path: Path) -> None:
     """A single test covers all extras, so that they share one process with the imported libraries."""
     tree = tree_without(tmp_path, [])
-    (tree / "small.yaml").write_text(SMALL)
+    (tree / "small.yaml").write_text(SMALL.replace(NO_CHECK, ""))
     done = python(tree, "-c", WITHOUT_EACH, *EXTRAS)
     assert done.returncode == 0, done.stderr
     outputs = {extra: (tree / extra.replace("/", ".")).read_text() for extra in EXTRAS}
@@ -136,7 +136,7 @@ def test_without_extras_the_tests_of_the_core_are_collected(core: Path) -> None:
 
 
 def test_without_extras_a_campaign_runs_and_can_be_read(core: Path) -> None:
-    (core / "small.yaml").write_text(SMALL)
+    (core / "small.yaml").write_text(SMALL.replace(NO_CHECK, ""))
     options = ["run=run", "cluster.workers=1", "pretrain.steps=4", "pretrain.save_every=2"]
     done = python(core, "-m", "jobs", "run", "small.yaml", *options, "pretrain.optim.schedule.warmup_steps=1")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -29,8 +29,9 @@ from urllib.parse import urlsplit
 
 from data.checks import redacted
 from data.errors import DataError, StorageError
+from data.extras.https import request_https
 from data.files import write_atomically
-from data.remote.urls import DENIALS, Refused, Throttled, request_https
+from data.remote.urls import DENIALS, Refused, Throttled
 from data.seal import Unsealed, seal, unseal
 
 if TYPE_CHECKING:

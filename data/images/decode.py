@@ -401,34 +401,3 @@ def decode_region(data: bytes, denominator: int, region: tuple[int, int, int, in
     if denominator > 1:
         image = cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
     return image[y : y + h, x : x + w]
-
-
-def require_binding() -> ctypes.CDLL:
-    """Return the binding; raises OSError if it cannot be compiled or loaded."""
-    binding = library()
-    if binding is None:
-        raise OSError(
-            "restart markers need the compiled JPEG binding; install a C++ compiler, and Pillow from its wheel"
-        )
-    return binding
-
-
-def add_restarts(data: bytes) -> bytes | None:
-    """Add restart markers inside a JPEG's rows of blocks without changing the pixels; return None if libjpeg warns.
-
-    A decoder can then skip the data outside a crop. Progressive files become sequential, and metadata is removed.
-    Raises OSError if the binding is not available.
-    """
-    binding = require_binding()
-    out = ctypes.c_void_p()
-    size = ctypes.c_ulong()
-    failed = binding.add_restarts(data, len(data), ctypes.byref(out), ctypes.byref(size))
-    jpeg = None if failed else ctypes.string_at(out, size.value)
-    # C++ allocated the bytes and must free them.
-    binding.release(out)
-    return jpeg
-
-
-def is_damaged(data: bytes) -> bool:
-    """Return whether libjpeg decodes this JPEG only with warnings; False if the binding is not available."""
-    return library() is not None and add_restarts(data) is None

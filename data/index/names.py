@@ -21,7 +21,6 @@ Names = tuple[str, ...]
 NO_NAMES: Mapping[str, int] = {}
 MAX_SHOWN = 5  # maximum number of names in a message
 MAX_DIGITS = 4300  # maximum length of a number that int() accepts
-FEW_NAMES = 1000  # up to this many classes may have a single image each; more texts that rarely repeat are captions
 NO_LABEL = "no label"
 NO_NAME = "label is a text that no class list has"  # reason for skipping a sample
 NO_TEXT = "label is not text"
@@ -47,35 +46,6 @@ def ids_of(names: Iterable[str]) -> dict[str, int]:
         if name in repeated or name.isdigit():
             del ids[name]
     return ids
-
-
-def gap_in_ids(used: int, classes: int) -> str:
-    """Return a note if fewer than half of the class ids below the largest occur in labels; "" otherwise."""
-    if used == 0 or classes <= 2 * used:
-        return ""
-    return (
-        f"only {used:,} of the class ids 0 to {classes - 1:,} occur in labels: a model needs {classes:,} outputs; "
-        "if the largest id is a mistake, correct it"
-    )
-
-
-def are_captions(texts: int, samples: int) -> bool:
-    """Return whether labels with this many distinct texts are captions, which rarely repeat, unlike class names."""
-    return texts > max(FEW_NAMES, samples // 2)
-
-
-def are_pairs(class_counts: Sequence[int], labelled: int) -> bool:
-    """Return whether every labelled sample has both class 0 and class 1, and there are no other classes.
-
-    Such labels are one-hot vectors of two elements: `1 0` and `0 1`, which as ids would mean the same.
-    """
-    return labelled > 1 and list(class_counts) == [labelled, labelled]
-
-
-PAIRS = (
-    "every label consists of the ids 0 and 1, so they are probably one-hot vectors of two elements\n"
-    "  expected the id of each sample's class: 0 for `1 0`, and 1 for `0 1`"
-)
 
 
 # ------------------------------------------------------------------------------------------- comparison

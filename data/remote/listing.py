@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 from data.checks import check_file_name, redacted
 from data.index.names import preview
 from data.index.shard import COMPRESSED
-from data.remote.urls import Refused, client, denied_as_such, request_https
+from data.optional import load_optional
+from data.remote.urls import REQUESTS, Refused, client, denied_as_such
 
 
 def size_of(url: str, timeout_s: float) -> int:
@@ -27,7 +28,7 @@ def size_of(url: str, timeout_s: float) -> int:
             return client(urlsplit(url).scheme, timeout_s).info(url)["size"]
 
     # Request one byte instead of using HEAD, which many servers and all signed URLs reject.
-    with request_https(url, timeout_s, "bytes=0-0") as answer:
+    with load_optional(REQUESTS["https"], "https://")(url, timeout_s, "bytes=0-0") as answer:
         content_range = answer.headers.get("Content-Range", "")  # bytes 0-0/6543360
         size = content_range.rpartition("/")[2] or answer.headers.get("Content-Length", "")
     if not size.isdigit():

@@ -1,7 +1,6 @@
-"""Read byte ranges of remote shards: `s3:// gs:// az://` by fsspec's clients, `https://` by the standard library.
+"""Read byte ranges of remote shards: `s3:// gs:// az://` by fsspec's clients, `https:// hf://` by extras.
 
-`hf://` (data sets on the Hugging Face Hub) is an extra, data/extras/hub.py: huggingface_hub lists the files and names
-their https addresses, from which this module reads.
+`https://` is data/extras/https.py, `hf://` (data sets on the Hugging Face Hub) data/extras/hub.py.
 
 `read_range` works for every scheme, and so do the functions of listing.py. Each sends one request; only `Retry` repeats
 requests to an object store, with exponential backoff and jitter, or after the pause that the store requests.
@@ -11,30 +10,25 @@ requests to an object store, with exponential backoff and jitter, or after the p
 Clients raise many kinds of errors whose texts may contain secrets, so messages show only the kind. Credentials come
 only from the environment, in the variables defined by each client; so do custom endpoints: `AWS_ENDPOINT_URL`,
 `STORAGE_EMULATOR_HOST`, `AZURE_STORAGE_CONNECTION_STRING`. `pipe:`, `file:`, `http:` and all other schemes are
-rejected. So are private and link-local addresses of `https://`, checked after name resolution and every redirect,
-unless `PATCHLINE_PRIVATE_HOSTS` (comma-separated) contains the host.
+rejected.
 """
 
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import logging
 import os
 import random
 import re
-import socket
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from email.message import Message
 from email.utils import parsedate_to_datetime
 from functools import lru_cache, partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from data.checks import redacted
 from data.error_pages import ERROR, LONGEST, words_of
@@ -50,6 +44,8 @@ PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme → fsspec's name f
 TESTED = {"s3fs": "2026.9.0", "gcsfs": "2026.10.1", "adlfs": "2026.8.0"}
 SCHEMES = (*CLIENTS, "hf", "https")
 HUB = "data.extras.hub:"  # module of the functions for hf://
+# Schemes that are read over https, by "module:function" of an extra.
+REQUESTS = {"https": "data.extras.https:request_https", "hf": f"{HUB}request_file"}
 LONGEST_PAUSE_S = 30.0  # longest pause between two attempts
 WARN_AT_ATTEMPT = 2  # counted from 0; two failed attempts may be a short interruption
 THROTTLING = (429, 503)  # statuses that may come with `Retry-After`
@@ -154,11 +150,9 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     object. Raises StorageError with the text of an error page if one arrives instead of these bytes.
     """
     check_url(url)
-    if url.startswith(("https:", "hf:")):
-        request: Callable[..., AbstractContextManager[http.client.HTTPResponse]] = request_https
-        if url.startswith("hf:"):
-            request = load_optional(HUB + "request_file", "hf://")
-        with request(url, timeout_s, f"bytes={start}-{stop - 1}") as answer:
+    scheme = urlsplit(url).scheme
+    if scheme in REQUESTS:
+        with load_optional(REQUESTS[scheme], f"{scheme}://")(url, timeout_s, f"bytes={start}-{stop - 1}") as answer:
             # A server that ignores the range sends the whole file, which is correct only for start 0.
             if answer.status != http.client.PARTIAL_CONTENT and start > 0:
                 refuse_error_page(url, answer.read(LONGEST + 1))
@@ -170,7 +164,7 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
                 content = error.partial
     else:
         with denied_as_such():
-            content = client(urlsplit(url).scheme, timeout_s).cat_file(url, start=start, end=stop)
+            content = client(scheme, timeout_s).cat_file(url, start=start, end=stop)
     if not content:
         raise ConnectionError("empty answer")
     if len(content) != stop - start:
@@ -494,97 +488,3 @@ def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
             f"run pip install {package}=={TESTED[package]}, which installs the tested version"
         ) from None
     return filesystem
-
-
-# ------------------------------------------------------------------------------------------------ https
-
-
-@contextmanager
-def request_https(
-    url: str, timeout_s: float, byte_range: str, authorization: str = ""
-) -> Iterator[http.client.HTTPResponse]:
-    """Context manager that yields the response to a range request; raises the same error types as the other schemes.
-
-    `authorization` is sent only to the host of the URL.
-    """
-    # An opener for https only, also after redirects, and only for public addresses. `build_opener` would add handlers
-    # for file:, ftp: and data:.
-    opener = urllib.request.OpenerDirector()
-    opener.add_handler(PublicHandler())
-    opener.add_handler(SameHostHandler())
-    opener.add_handler(urllib.request.HTTPErrorProcessor())
-    opener.add_handler(urllib.request.HTTPDefaultErrorHandler())
-    opener.add_handler(urllib.request.UnknownHandler())
-    # Encode spaces and non-ASCII characters; an already encoded address stays unchanged.
-    address = quote(url, safe="!#$%&'()*+,/:;=?@[]~")
-    request = urllib.request.Request(address, headers={"Range": byte_range})
-    if authorization:
-        request.add_unredirected_header("Authorization", authorization)
-    try:
-        with opener.open(request, timeout=timeout_s) as answer:
-            yield answer
-    except urllib.error.HTTPError as error:
-        # Raise the same types as the other schemes.
-        pause_s = pause_in(error.headers) if error.code in THROTTLING else None
-        if pause_s is not None:
-            raise Throttled(pause_s) from None
-        if error.headers.get("X-Error-Code") in DENIALS:
-            raise Denied(error.headers["X-Error-Code"]) from None
-        kind: type[OSError] = OSError
-        if error.code in (404, 410):
-            kind = FileNotFoundError
-        elif error.code in (401, 403):
-            kind = PermissionError
-        raise kind(f"HTTP {error.code}") from None
-    except http.client.HTTPException as error:
-        # Omit the text, which may contain the URL with a secret.
-        raise OSError(type(error).__name__) from None
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, OSError):
-            raise error.reason from None
-        raise OSError("URLError") from None
-
-
-class SameHostHandler(urllib.request.HTTPRedirectHandler):
-    """Follows redirects; only a redirect within a host keeps the Authorization header."""
-
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
-        """Return the request that follows a redirect, with the Authorization header only if the host is the same."""
-        redirected = super().redirect_request(req, fp, code, msg, headers, newurl)
-        authorization = req.get_header("Authorization")
-        if redirected is not None and authorization and redirected.host == req.host:
-            redirected.add_unredirected_header("Authorization", authorization)
-        return redirected
-
-
-class PublicConnection(http.client.HTTPSConnection):
-    """Connects to the checked address, because a second name resolution could return a different address."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self._create_connection = connect_public
-
-
-class PublicHandler(urllib.request.HTTPSHandler):
-    """Opens https URLs with `PublicConnection`."""
-
-    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(PublicConnection, req)
-
-
-def connect_public(
-    address: tuple[str, int], timeout: float, source_address: tuple[str, int] | None = None
-) -> socket.socket:
-    """Connect as socket.create_connection does, but only to public addresses; raises Refused for others."""
-    host, port = address
-    is_allowed = host in os.environ.get("PATCHLINE_PRIVATE_HOSTS", "").split(",")
-    resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    # A single private address among several is refused, because the name cannot be trusted.
-    for *_, place in resolved:
-        if not is_allowed and not ipaddress.ip_address(place[0]).is_global:
-            raise Refused(
-                f"https://{host}: {place[0]} is not a public address; to allow it, set PATCHLINE_PRIVATE_HOSTS={host}"
-            )
-    # Connect to the checked address: resolving the name again could return another one.
-    first_ip, first_port = resolved[0][4][:2]
-    return socket.create_connection((str(first_ip), int(first_port)), timeout, source_address)

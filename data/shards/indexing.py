@@ -39,7 +39,7 @@ from data.errors import DataError
 from data.images.decode import MAX_BYTES, BadImage, decode, read_header
 from data.index.document import SUFFIX, image_folders, load_index
 from data.index.index import Index, Refusals
-from data.index.names import LABEL_REASONS, MAX_CLASSES, PAIRS, Names, NoLabel, are_pairs, ids_of, parse_labels, preview
+from data.index.names import LABEL_REASONS, MAX_CLASSES, Names, NoLabel, ids_of, parse_labels, preview
 from data.index.shard import SampleRow, Shard, table_path, write_table
 from data.index.tar import DOTTED, Walk, check_nothing_excluded, mapped, walk
 from data.optional import load_optional
@@ -49,6 +49,7 @@ from data.remote.listing import RemoteFile, list_tars, size_of
 from data.remote.urls import HUB, check_url
 from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import Progress, in_parallel, set_on_error
+from data.sources.numbering import PAIRS, are_pairs
 from data.walk import matching
 
 MAX_ERRORS = 20  # unusable shards that an error lists individually

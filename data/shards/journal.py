@@ -19,9 +19,10 @@ import psutil
 from data.errors import DataError
 from data.index.document import SUFFIX, write_index
 from data.index.index import Index, Refusals
-from data.index.names import NO_NAME, Names, are_captions, preview
+from data.index.names import NO_NAME, Names, preview
 from data.index.shard import Shard
 from data.seal import Journal
+from data.sources.numbering import are_captions
 
 
 class Record(NamedTuple):

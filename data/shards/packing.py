@@ -18,6 +18,7 @@ damaged shards again. Different samples raise an error.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shlex
 import threading
@@ -32,15 +33,16 @@ import numpy as np
 from data.checks import check_name, printable
 from data.errors import DataError, Preempted
 from data.files import atomic_file
-from data.images.decode import add_restarts, require_binding
+from data.images.decode import library
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index, Refusals, digest_of
-from data.index.names import MAX_CLASSES, PAIRS, Names, are_pairs
+from data.index.names import MAX_CLASSES, Names
 from data.index.shard import Shard, table_path, write_table
 from data.index.tar import mapped, walk
 from data.shards.indexing import count_unreadable
 from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import Progress, set_on_error
+from data.sources.numbering import PAIRS, are_pairs
 from data.sources.samples import Sample
 
 JPEG_START = b"\xff\xd8"
@@ -62,7 +64,7 @@ def pack(
     """Write samples to shards, `<name>-000000.tar` and so on, and their index to `<name>.index.json`.
 
     A shard has at most `shard_samples` samples and `shard_bytes` bytes of images. `names` are class names in the order
-    of their ids. `restarts` adds restart markers to JPEGs (`data.images.decode`): equal pixels, faster crops. `report`
+    of their ids. `restarts` adds restart markers to JPEGs (`add_restarts`): equal pixels, faster crops. `report`
     is called with the number of finished shards and the number of finished samples. The command can be killed and run
     again with the same samples; finished shards are kept. Raises DataError for a label ≥
     `classes` (None: ≥ a million), for a repeated key in a shard, if there are no samples, or if a finished data set has
@@ -300,3 +302,32 @@ def packed_image(sample: Sample, restarts: bool) -> bytes:
 def label_of(sample: Sample) -> bytes:
     """Return the content of a sample's .cls file; empty if the sample has no labels."""
     return " ".join(map(str, sample.labels or ())).encode()
+
+
+# ------------------------------------------------------------------------------------------- restart markers
+
+
+def require_binding() -> ctypes.CDLL:
+    """Return the binding; raises OSError if it cannot be compiled or loaded."""
+    binding = library()
+    if binding is None:
+        raise OSError(
+            "restart markers need the compiled JPEG binding; install a C++ compiler, and Pillow from its wheel"
+        )
+    return binding
+
+
+def add_restarts(data: bytes) -> bytes | None:
+    """Add restart markers inside a JPEG's rows of blocks without changing the pixels; return None if libjpeg warns.
+
+    A decoder can then skip the data outside a crop. Progressive files become sequential, and metadata is removed.
+    Raises OSError if the binding is not available.
+    """
+    binding = require_binding()
+    out = ctypes.c_void_p()
+    size = ctypes.c_ulong()
+    failed = binding.add_restarts(data, len(data), ctypes.byref(out), ctypes.byref(size))
+    jpeg = None if failed else ctypes.string_at(out, size.value)
+    # C++ allocated the bytes and must free them.
+    binding.release(out)
+    return jpeg

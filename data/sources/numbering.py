@@ -24,6 +24,7 @@ from data.errors import DataError
 from data.index.names import Names, preview
 
 LIST_KEYS = ("names", "id2label", "label_names")  # keys of the class names in larger JSON documents
+FEW_NAMES = 1000  # up to this many classes may have a single image each; more texts that rarely repeat are captions
 
 
 def read_class_list(path: str | os.PathLike[str]) -> Names:
@@ -220,3 +221,35 @@ def check_known(wanted: Iterable[str], names: Sequence[str], what: str) -> None:
     if not names:
         expected = "its class names are unknown: use class ids, or list the names in a file (names: FILE)"
     raise DataError(f"{what} contains {preview(unknown)}, but this source has no such class\n  {expected}")
+
+
+# ------------------------------------------------------------------------------------------- unlikely class ids
+
+
+def gap_in_ids(used: int, classes: int) -> str:
+    """Return a note if fewer than half of the class ids below the largest occur in labels; "" otherwise."""
+    if used == 0 or classes <= 2 * used:
+        return ""
+    return (
+        f"only {used:,} of the class ids 0 to {classes - 1:,} occur in labels: a model needs {classes:,} outputs; "
+        "if the largest id is a mistake, correct it"
+    )
+
+
+def are_captions(texts: int, samples: int) -> bool:
+    """Return whether labels with this many distinct texts are captions, which rarely repeat, unlike class names."""
+    return texts > max(FEW_NAMES, samples // 2)
+
+
+def are_pairs(class_counts: Sequence[int], labelled: int) -> bool:
+    """Return whether every labelled sample has both class 0 and class 1, and there are no other classes.
+
+    Such labels are one-hot vectors of two elements: `1 0` and `0 1`, which as ids would mean the same.
+    """
+    return labelled > 1 and list(class_counts) == [labelled, labelled]
+
+
+PAIRS = (
+    "every label consists of the ids 0 and 1, so they are probably one-hot vectors of two elements\n"
+    "  expected the id of each sample's class: 0 for `1 0`, and 1 for `0 1`"
+)

@@ -15,8 +15,9 @@ from data.errors import ConfigError, DataError, UsageError
 from data.files import with_home
 from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug, near_path, stoppable
-from jobs.named_stages import find_set, stages_in
+from jobs.named_stages import find_set
 from jobs.progress import ProgressMeter
+from jobs.stage_folders import stages_in
 from jobs.terminal import echo
 from pipeline.values import counted
 
@@ -320,8 +321,9 @@ def set_document(index: "Index", *, with_gap: bool = False) -> dict[str, Any]:
     If `with_gap` is true and most class ids are unused, one line reports this.
     """
     from data.index.document import SUFFIX
-    from data.index.names import gap_in_ids, preview
+    from data.index.names import preview
     from data.shards.indexing import decoded_samples
+    from data.sources.numbering import gap_in_ids
 
     classes = f"{index.classes} classes" if index.classes else "without labels"
     lines = [

@@ -15,9 +15,10 @@ from data.files import MANIFEST, write_atomically
 from data.storage import Folder
 from jobs.answer import Answer, Document, Step
 from jobs.commands.arguments import Debug, Run
-from jobs.named_stages import RECORD, STAGE_FOLDER, find_stage
+from jobs.named_stages import find_stage
 from jobs.ownership import RAY_JOB
 from jobs.run.reading import read_command, read_outcome, stage_folders
+from jobs.stage_folders import RECORD, STAGE_FOLDER
 from models.weights.folder import CONFIG
 from pipeline import artifacts
 from pipeline.checkpoints import manifest

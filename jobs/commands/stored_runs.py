@@ -14,8 +14,9 @@ from data.bucket import Bucket, check_store_url, local_name
 from data.errors import DataError, UsageError
 from data.files import MANIFEST, state_folder, write_atomically
 from data.storage import Folder, Storage
-from jobs.named_stages import CHECKPOINTS, RECORD, find_stage
+from jobs.named_stages import find_stage
 from jobs.run.sync import fetch_small_files
+from jobs.stage_folders import CHECKPOINTS, RECORD
 from models.weights.folder import CONFIG
 from pipeline.artifacts import (
     DONE,

@@ -8,7 +8,8 @@ import typer
 
 from data.errors import DataError
 from jobs.commands.arguments import near_path
-from jobs.named_stages import CHECKPOINTS, find_set, find_stage, same_named
+from jobs.named_stages import find_set, find_stage, same_named
+from jobs.stage_folders import CHECKPOINTS
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
 
 AnyWeights = Annotated[

@@ -24,7 +24,7 @@ from data.sources.numbering import read_class_list
 from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug
 from jobs.commands.weights import check_weights_exist, find_weights
-from jobs.named_stages import stage_at, stages_in
+from jobs.stage_folders import stage_at, stages_in
 from jobs.terminal import activity
 from models.configs import HALF
 from models.weights.folder import CONFIG

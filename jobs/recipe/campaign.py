@@ -27,13 +27,14 @@ from data.errors import ConfigError
 from data.files import state_folder, with_home
 from data.optional import MissingExtra, load_optional
 from jobs.cluster_config import ClusterConfig
-from jobs.named_stages import TABLE, find_set, find_stage
+from jobs.named_stages import find_set, find_stage
 from jobs.ownership import check_run_path
 from jobs.recipe import key
 from jobs.recipe.references import filled, references_in, with_field, with_values
 from jobs.recipe.url_sets import with_indexed_urls
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Kinds, Reads, Sections, Stage, StageKind, StageSection, reference
+from jobs.stage_folders import TABLE
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import ConfigDataclass, require

@@ -17,8 +17,8 @@ from data.errors import ConfigError, DataError
 from data.images.augment import RESIZE_BEFORE_RANDOM_CROP
 from data.images.preprocess import corrections
 from data.index.document import load_index
-from jobs.named_stages import TABLE
 from jobs.resolved_recipe import Kinds, Reads, Stage, reference
+from jobs.stage_folders import TABLE
 from models import ModelConfig
 from models.checks import did_you_mean
 from models.weights.folder import CONFIG

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from data.checks import few
 from data.errors import DataError, ExitCode, PatchlineError
-from jobs.named_stages import RECORD, stages_in
 from jobs.recipe import class_names
 from jobs.recipe.records import forbidden_fields, unfinished_folder
 from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage, reference
+from jobs.stage_folders import RECORD, stages_in
 from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.variables import recorded

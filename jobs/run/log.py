@@ -19,11 +19,11 @@ from typing import Any
 from data.checks import printable_lines
 from data.errors import ExitCode, exit_code
 from data.files import explain, write_with_reserve
-from jobs.named_stages import STAGE_FOLDER
 from jobs.ownership import Lease
 from jobs.resolved_recipe import Campaign, Context, Stage
 from jobs.run.reading import StatusMessage, outcome_of, size_of
 from jobs.run.watchers import Watcher
+from jobs.stage_folders import STAGE_FOLDER
 from jobs.terminal import CLOSE_S, COMMAND, Terminal, activity, write_last
 from pipeline.artifacts import DIVERGED
 from pipeline.checkpoints.manifest import attempt_folder

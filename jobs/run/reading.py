@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from data.storage import Storage
-from jobs.named_stages import STAGE_FOLDER
 from jobs.ownership import LOST_PERIODS, LeaseRecord, holder_state
+from jobs.stage_folders import STAGE_FOLDER
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import TAIL_BYTES, Record, records_in, without_single_seeds
 

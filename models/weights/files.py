@@ -25,14 +25,7 @@ from torch import Tensor, nn
 from models import catalog
 from models.catalog import Model, check_finite, check_weights
 from models.configs import ModelConfig, from_dict, to_dict
-from models.weights.folder import (
-    CLASSES,
-    CONFIG,
-    PREPROCESSING,
-    WEIGHTS,
-    foreign,
-)
-from models.weights.preprocessing import Preprocessing
+from models.weights.folder import CLASSES, CONFIG, PREPROCESSING, WEIGHTS, Preprocessing, foreign
 
 # How files are written: a context manager takes the final path and yields the path to write to. The default writes in
 # place, for notebooks; a run passes `data.files.atomic_file`, so that files are complete or absent.

@@ -10,13 +10,12 @@ This module does not import torch, so a recipe can be checked quickly against th
 from __future__ import annotations
 
 import json
-import warnings
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from models import checks
-from models.weights.preprocessing import Preprocessing
+from models.configs import HALF
 
 WEIGHTS = "weights.safetensors"
 CONFIG = "model.json"
@@ -26,13 +25,68 @@ THEIR_WEIGHTS = "model.safetensors"
 THEIR_CONFIG = "config.json"
 THEIR_PREPROCESSOR = "preprocessor_config.json"  # of transformers; timm stores this in config.json
 
+FILTERS = ("lanczos", "bilinear", "bicubic")  # of Pillow
 
-def foreign() -> Any:
-    """Import torch and the module that reads and writes the formats of other projects, and return the module.
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """The steps that turn an image into a model's input: resize, centre crop and normalisation."""
+
+    ops: str  # as in a recipe
+    size: tuple[int, int]  # of the result, (height, width)
+    resize: int | tuple[int, int] | None = None  # the shorter side; a pair squashes; None: the ops do something else
+    interpolation: str = "bilinear"  # one of Pillow's filters, or a key of REMAINING in the extra
+    mean: tuple[float, ...] = HALF  # of pixels from 0 to 1; with std: pixels from −1 to 1
+    std: tuple[float, ...] = HALF
+
+    def at_size(self, size: tuple[int, int]) -> Preprocessing:
+        """Return the same preprocessing for another model size, keeping the same fraction of the image.
+
+        Raises ValueError if the ops are not those written by an import.
+        """
+        if size == self.size:
+            return self
+        if self.resize is None or not self.ops.startswith("resize_pillow"):
+            raise ValueError(
+                f"{self.ops!r} produces images of {self.size[0]}×{self.size[1]}, expected {size[0]}×{size[1]}"
+            )
+        resize: int | tuple[int, int]
+        if isinstance(self.resize, tuple):
+            resize = (
+                round(self.resize[0] * size[0] / self.size[0]),
+                round(self.resize[1] * size[1] / self.size[1]),
+            )
+        else:
+            resize = max(round(self.resize * max(size) / max(self.size)), *size)
+        crop = "center_crop" if "center_crop" in self.ops else "central_crop"
+        return replace(self, ops=pillow_ops(resize, self.filter, size, crop), size=size, resize=resize)
+
+    @property
+    def filter(self) -> str:
+        """Return the name of the Pillow filter that is most similar to the interpolation."""
+        return self.interpolation if self.interpolation in FILTERS else "bilinear"
+
+
+def pillow_ops(resize: int | tuple[int, int], interpolation: str, size: tuple[int, int], crop: str) -> str:
+    """Return evaluation ops with a Pillow filter and the op `crop`, because libraries round half pixels differently."""
+    ops = f"resize_pillow({resize}, '{interpolation}')"
+    if resize == size:
+        return ops
+    height, width = size
+    return f"{ops}|{crop}({height if height == width else size})"
+
+
+def named_filter(interpolation: str) -> str:
+    """Return the name that `Preprocessing.interpolation` has for a Pillow filter, which antialiases."""
+    return "bilinear antialiased" if interpolation == "bilinear" else interpolation
+
+
+def foreign(module: str = "formats") -> Any:
+    """Import a module for the formats of other projects, and return it; "formats" reads weights, and imports torch.
 
     Raises ValueError if the module is not installed.
     """
-    name = "models.extras.weights.formats"
+    name = f"models.extras.weights.{module}"
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -79,10 +133,12 @@ def load_preprocessing(path: str | Path) -> Preprocessing | None:
     if ".npz" in path.name:
         return None
     file = folder / PREPROCESSING
-    if not (folder / CONFIG).is_file() and not file.is_file():
-        return load_foreign_preprocessing(folder)
     if not file.is_file():
-        return None
+        has_their_files = (folder / THEIR_PREPROCESSOR).is_file() or (folder / THEIR_CONFIG).is_file()
+        if (folder / CONFIG).is_file() or not has_their_files:
+            return None
+        their_preprocessing: Preprocessing | None = foreign("preprocessing").load(folder)
+        return their_preprocessing
     fields: dict[str, Any] = {}
     try:
         # JSON has lists instead of tuples.
@@ -91,21 +147,3 @@ def load_preprocessing(path: str | Path) -> Preprocessing | None:
         return Preprocessing(**fields)
     except (AttributeError, TypeError) as error:
         raise ValueError(f"{file} is not a valid preprocessing record: {error}") from None
-
-
-def load_foreign_preprocessing(folder: Path) -> Preprocessing | None:
-    """Return the preprocessing recorded in a timm or transformers folder; warn and return None if no ops match."""
-    try:
-        if (folder / THEIR_PREPROCESSOR).is_file():
-            return Preprocessing.from_hf(json.loads((folder / THEIR_PREPROCESSOR).read_text()))
-        if not (folder / THEIR_CONFIG).is_file():
-            return None
-        described = json.loads((folder / THEIR_CONFIG).read_text())
-        evaluated = described.get("pretrained_cfg")
-        if not evaluated:
-            return None
-        size = described.get("model_args", {}).get("img_size") or evaluated["input_size"][1:]
-        return Preprocessing.from_timm(evaluated, checks.pair("img_size", size))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(f"the preprocessing of {folder} is not used: {error}", stacklevel=3)
-        return None

@@ -1,7 +1,20 @@
 """The campaigns of many tests: all stages in seconds, pretraining for the fault tests, and four steps."""
 
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NO_CHECK = "  check_engine: false\n"
+
+
+def without_check(recipe: str) -> str:
+    """Turn the engine check of the trained stages off: it takes half a second, as long as many steps of these runs."""
+    if not (ROOT / "jobs" / "extras" / "engine_check.py").exists():
+        return recipe
+    return recipe.replace("  precision: fp32\n", f"  precision: fp32\n{NO_CHECK}")
+
+
 # All stages, on existing shards (the fixture `shards`): TINY.format(run=folder / "run", shards=shards).
-TINY = """
+TINY = without_check("""
 run: {run}
 cluster: {{workers: 2, backend: processes, backoff_s: 0}}
 pretrain:
@@ -27,11 +40,11 @@ finetune:
   precision: fp32
   zero: 0
 fewshot: {{init: "@resize", probe: {{train: {shards}/train, test: {shards}/test, shots: [1]}}}}
-"""
+""")
 
 # It packs its shards itself, and is started as `jobs run SMALL run=FOLDER` (tests/support/drives.py,
 # tests/support/ray_hosts.py).
-SMALL = """
+SMALL = without_check("""
 cluster: {workers: 2, backend: processes, backoff_s: 0.1}
 shards: {kind: pack, shard_samples: 100, sets: {train: {source: digits, split: train, image_size: 16}}}
 pretrain:
@@ -47,10 +60,10 @@ pretrain:
   zero: 2
   log_every: 4
   save_every: 5
-"""
+""")
 
 # One worker pretrains for four steps: SHORT.format(data="train: shards/train").
-SHORT = """
+SHORT = without_check("""
 run: runs/small
 cluster: {{workers: 1, backend: processes, backoff_s: 0.1}}
 pretrain:
@@ -64,4 +77,4 @@ pretrain:
   precision: fp32
   log_every: 1
   save_every: 2
-"""
+""")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 import models
 from models.configs import ViTConfig
@@ -56,11 +57,23 @@ def family_of(architecture: str) -> str:
     return timm.models._registry._model_to_module[architecture]
 
 
+class WithoutInitialisation(TorchFunctionMode):
+    """Skip the operations of initialisations, whose results do not exist on the device `meta` but take a while."""
+
+    NAMES = frozenset({"normal_", "uniform_", "trunc_normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in self.NAMES:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
 def on_meta(architecture: str, **arguments: Any) -> Any:
     """Return timm's module without memory, by default at its full depth."""
     import timm
 
-    with torch.device("meta"):
+    with torch.device("meta"), WithoutInitialisation():
         return timm.create_model(architecture, **arguments)
 
 
@@ -101,7 +114,8 @@ def randomise(theirs: torch.nn.Module, seed: int) -> None:
     for name, parameter in theirs.named_parameters():
         # The pool is much cheaper than fresh values for matrices with millions of entries.
         end = start + parameter.numel()
-        values = pool.repeat(-(-end // len(pool)))[start:end].view(parameter.shape)
+        repeated = pool if end <= len(pool) else pool.repeat(-(-end // len(pool)))
+        values = repeated[start:end].view(parameter.shape)
         start = end % len(pool)
         if parameter.ndim >= 2 and not name.endswith(("_token", "pos_embed", "latent", "freqs")):
             parameter.copy_(values / math.sqrt(parameter[0].numel()))

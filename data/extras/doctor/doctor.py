@@ -34,13 +34,13 @@ import numpy as np
 from data.checks import one_line
 from data.errors import DataError, StorageError
 from data.extras.doctor.report import Report, ShardReport
-from data.images.decode import BadImage, decode, decode_whole, is_damaged, read_header
+from data.images.decode import BadImage, decode, decode_whole, library, read_header
 from data.index.index import Index, Refusals
 from data.index.shard import sample_digest
 from data.index.tar import mapped, walk
 from data.remote.cache import Cache
 from data.remote.config import CacheConfig
-from data.shards.packing import pack
+from data.shards.packing import add_restarts, pack
 from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import read_labels
 from data.sources.samples import RawSample, Sample, kind_of
@@ -266,3 +266,8 @@ def good_samples(index: Index, unique: bool, cache: CacheConfig) -> Iterator[Sam
                 if times_seen[key] > 1:
                     key = f"{key}-{times_seen[key]}"
                 yield Sample(f"{Path(shard.name).stem}/{key}", image, labels, kind_of(image))
+
+
+def is_damaged(data: bytes) -> bool:
+    """Return whether libjpeg decodes this JPEG only with warnings; False if the binding is not available."""
+    return library() is not None and add_restarts(data) is None

@@ -23,7 +23,7 @@ from data.extras.sources.members import Member, is_compressed, members
 from data.images.decode import MAX_BYTES
 from data.index.document import SUFFIX, load_index
 from data.index.index import Refusals
-from data.index.names import NO_NAMES, Names, NoLabel, are_captions, parse_labels
+from data.index.names import NO_NAMES, Names, NoLabel, parse_labels
 from data.index.shard import COMPRESSED, IMAGES
 from data.index.tar import (
     DOTTED,
@@ -43,6 +43,7 @@ from data.index.tar import (
     walk,
 )
 from data.sources.folders import files_of
+from data.sources.numbering import are_captions
 from data.sources.samples import RawSample, Sample, kind_of
 
 TOO_LARGE = "image file too large"  # the same message as in `data.images.decode.read_header`

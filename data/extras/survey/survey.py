@@ -46,7 +46,7 @@ from data.extras.sources.tables import (
 from data.extras.survey.leaves import write_leaf_table
 from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
-from data.index.names import NO_NAMES, PAIRS, NoLabel, are_pairs, gap_in_ids, ids_of, parse_labels, preview
+from data.index.names import NO_NAMES, NoLabel, ids_of, parse_labels, preview
 from data.index.shard import COMPRESSED, IMAGES
 from data.index.tar import DOTTED, first_part, mapped, walk
 from data.sources.folders import (
@@ -58,7 +58,7 @@ from data.sources.folders import (
     refuse_loop,
     sub_folders_with_images,
 )
-from data.sources.numbering import check_unicode_forms
+from data.sources.numbering import PAIRS, are_pairs, check_unicode_forms, gap_in_ids
 from data.walk import HIDDEN, SYSTEM_FOLDERS, class_folders_in, matching
 
 TRAIN = ("train", "training")

@@ -12,7 +12,7 @@ from data.errors import UsageError
 from jobs.answer import Answer
 from jobs.commands.arguments import Debug
 from jobs.commands.status import no_run, run_or_stage
-from jobs.named_stages import RECORD
+from jobs.stage_folders import RECORD
 
 MAX_RUNS = 200
 

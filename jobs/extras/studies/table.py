@@ -37,7 +37,6 @@ from data.files import write_atomically
 from jobs.extras.studies import expand
 from jobs.extras.studies.axes import axes_of
 from jobs.extras.studies.law import check_budget
-from jobs.named_stages import TABLE as DOCUMENT
 from jobs.recipe.campaign import read_section
 from jobs.resolved_recipe import (
     Available,
@@ -52,6 +51,7 @@ from jobs.resolved_recipe import (
     StageKind,
     reference,
 )
+from jobs.stage_folders import TABLE as DOCUMENT
 from models.checks import did_you_mean
 from pipeline import artifacts
 from pipeline.artifacts import DIVERGED

@@ -24,9 +24,9 @@ import shlex
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -371,15 +371,31 @@ def _connect() -> "JobSubmissionClient":
     if address not in ("", "auto"):
         require_reachable(address)
     try:
-        return JobSubmissionClient()
+        with _without_native_lines():
+            return JobSubmissionClient()
     except Exception as error:
-        if address:
-            raise explain(error, address) from None
+        # Without an address, Ray looks for a cluster on this machine, and raises ConnectionError if there is none.
+        if address or not isinstance(error, ConnectionError):
+            raise explain(error, address or "127.0.0.1") from None
         raise ClusterError(
             "RAY_ADDRESS is not set, and no Ray cluster is running on this machine\n"
             "  a job needs a cluster that keeps running after this command\n"
             "  run RAY_AUTH_MODE=token ray start --head, or set RAY_ADDRESS=http://HOST:8265"
         ) from None
+
+
+@contextmanager
+def _without_native_lines() -> Iterator[None]:
+    """Discard what is written to the file descriptor of stderr: Ray's C++ code logs there, and has no option for it."""
+    stderr = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(null)
 
 
 def _submit_when_possible(submit_job: Callable[[], str]) -> str:

@@ -25,9 +25,9 @@ from torch import Tensor
 from models.catalog import Model, check_finite
 from models.configs import ConfigFields, ModelConfig, ViTConfig
 from models.extras.weights import hf, npz, pth, timm
+from models.extras.weights.preprocessing import for_hf
 from models.weights.files import Writing, write_tensors
-from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS
-from models.weights.preprocessing import Preprocessing
+from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS, Preprocessing
 
 loss_of = hf.loss_of
 
@@ -142,7 +142,7 @@ def save(
     else:
         family = (form or {}).get("model_type")
         tensors, described = hf.save(model.state_dict(), model.config, class_names, loss, family)
-        texts = {THEIR_PREPROCESSOR: json.dumps(preprocessing.for_hf(), indent=2) + "\n", THEIR_CONFIG: described}
+        texts = {THEIR_PREPROCESSOR: json.dumps(for_hf(preprocessing), indent=2) + "\n", THEIR_CONFIG: described}
     path.mkdir(parents=True, exist_ok=True)
     write_tensors(path / THEIR_WEIGHTS, tensors, writing)
     for name, text in texts.items():

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.catalog import Shape
-from models.configs import ConfigFields, ModelConfig, ViTConfig, checked
+from models.configs import HALF, ConfigFields, ModelConfig, ViTConfig, checked
 from models.extras.weights.layout import ForeignConfig, Layout, differing_fields, unlearnable_positions
-from models.weights.preprocessing import CLIP_MEAN, CLIP_STD, HALF, IMAGENET_MEAN, IMAGENET_STD
+from models.extras.weights.preprocessing import CLIP_MEAN, CLIP_STD, IMAGENET_MEAN, IMAGENET_STD
 
 Rules = tuple[tuple[str, str], ...]
 Packed = tuple[tuple[str, tuple[str, ...]], ...]

@@ -33,7 +33,8 @@ from models.extras.weights.layout import (
     with_learned_positions,
     write,
 )
-from models.weights.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from models.extras.weights.preprocessing import IMAGENET_MEAN, IMAGENET_STD, from_timm
+from models.weights.folder import Preprocessing
 
 SATELLITE = ((0.430, 0.411, 0.296), (0.213, 0.156, 0.143))  # mean and std of the SAT-493M weights: DINOv3's README
 RENAMES = (
@@ -193,7 +194,7 @@ def preprocessing_of(config: ViTConfig) -> Preprocessing | None:
         described |= {"crop_mode": "squash", "crop_pct": 1.0, "interpolation": "bilinear"}
     else:
         described |= {"crop_pct": 0.875, "interpolation": "bicubic"}
-    return Preprocessing.from_timm(described, config.image_size)
+    return from_timm(described, config.image_size)
 
 
 def save(state: dict[str, Tensor], config: ModelConfig, path: Path) -> None:

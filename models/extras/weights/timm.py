@@ -33,7 +33,8 @@ from models.extras.weights.layout import (
     with_learned_positions,
     write,
 )
-from models.weights.preprocessing import Preprocessing
+from models.extras.weights.preprocessing import for_timm
+from models.weights.folder import Preprocessing
 
 RENAMES = (
     (r"^embedding\.", "patch_embed.proj."),
@@ -368,7 +369,7 @@ def save(
         },
         "pretrained_cfg": {
             "num_classes": config.classes,
-            **preprocessing.for_timm(),
+            **for_timm(preprocessing),
             "fixed_input_size": True,
             "first_conv": "patch_embed.proj",
             "classifier": "head",
@@ -416,7 +417,7 @@ def save_as(
         "num_features": config.width,
         "global_pool": THEIR_POOLS[config.pool],
         "model_args": {**form["model_args"], "img_size": list(config.image_size), "num_classes": config.classes},
-        "pretrained_cfg": {"num_classes": config.classes, **preprocessing.for_timm()},
+        "pretrained_cfg": {"num_classes": config.classes, **for_timm(preprocessing)},
     }
     add_names(described, class_names, config.classes)
     # An unpooled class token is our first register.

@@ -26,7 +26,6 @@ from data.images.decode import (
     MAX_SCANS,
     BadImage,
     Header,
-    add_restarts,
     decode,
     decode_crop,
     decode_region,
@@ -35,6 +34,7 @@ from data.images.decode import (
     reduced_box,
 )
 from data.images.preprocess import bilinear, resize_small
+from data.shards.packing import add_restarts
 
 pytestmark = pytest.mark.quick
 

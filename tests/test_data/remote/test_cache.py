@@ -1,12 +1,9 @@
 """Remote shards are downloaded once, complete and verified, whatever the storage does; or the error says why not."""
 
 import hashlib
-import http.server
 import json
 import os
 import random
-import socket
-import ssl
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,13 +25,11 @@ from data.remote import cache as cache_module
 from data.remote import urls
 from data.remote.cache import Cache, Prefetcher
 from data.remote.config import CacheConfig
-from data.remote.listing import size_of
 from data.shards.indexing import build_index
 from data.shards.reader import ShardReader
 from jobs.__main__ import main
 from jobs.run.session import run_campaign
 from tests.support import campaigns
-from tests.support.certificates import certificate
 from tests.support.stores import store
 
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 1.0}
@@ -522,70 +517,6 @@ def test_many_at_once_fetch_a_shard_once(tmp_path, monkeypatch):
 def test_other_schemes_are_refused(url):
     with pytest.raises(DataError, match="is not supported"):
         urls.read_range(url, 0, 10, 1.0)
-
-
-@pytest.mark.parametrize(
-    "host", ["127.0.0.1", "localhost", "169.254.169.254", "10.0.0.1", "[::1]", "0x7f.1", "0.0.0.0"]
-)
-def test_private_addresses_are_refused_before_a_connection(host, monkeypatch):
-    monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("connected"))
-    with pytest.raises(DataError, match="is not a public address"):
-        urls.read_range(f"https://{host}/x", 0, 10, 1.0)
-
-
-def test_public_address_preferred_by_the_resolver_is_used(monkeypatch):
-    places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 443)) for ip in ("1.1.1.1", "8.8.8.8")]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
-    monkeypatch.setattr(socket, "create_connection", lambda address, *_: address)
-    assert urls.connect_public(("host", 443), 1.0) == ("1.1.1.1", 443)
-
-
-def test_https_is_read_and_indexed_and_a_redirect_to_a_private_address_is_refused(local, tmp_path, monkeypatch):
-    files = {f"/{shard.name}": Path(local.location(n)).read_bytes() for n, shard in enumerate(local.shards)}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            if self.path == "/away":
-                self.send_response(302)
-                self.send_header("Location", f"https://127.0.0.1:{self.server.server_address[1]}/x")
-                self.end_headers()
-                return
-            if self.path in ("/mute.tar", "/whole.tar"):
-                self.send_response(200)
-                if self.path == "/whole.tar":
-                    self.send_header("Content-Length", "1000000")
-                return self.end_headers()
-            first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-            content = files[self.path]
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {first}-{min(last, len(content) - 1)}/{len(content)}")
-            self.end_headers()
-            self.wfile.write(content[first : last + 1])
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate(tmp_path))
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "both.pem"))
-    monkeypatch.setenv("PATCHLINE_PRIVATE_HOSTS", "localhost")
-    url = f"https://localhost:{server.server_address[1]}"
-    name, content = next(iter(files.items()))
-    assert urls.read_range(f"{url}{name}", 10, 20, 5.0) == content[10:20]
-    index = build_index([f"{url}/train-{{000000..000007}}.tar"], output=tmp_path / "index", name="train")
-    assert (index.digest, index.directory) == (local.digest, url)
-    with pytest.raises(DataError, match=r"/mute.tar: the server does not report the file size; copy"):
-        build_index([f"{url}/mute.tar"], output=tmp_path / "none", name="train")
-    assert size_of(f"{url}/whole.tar", 5.0) == 1_000_000
-    with pytest.raises(DataError, match=r"/whole.tar: the server ignores byte ranges; copy"):
-        urls.read_range(f"{url}/whole.tar", 10, 20, 5.0)
-    with pytest.raises(DataError, match=r"127.0.0.1 is not a public address"):
-        urls.read_range(f"{url}/away", 0, 10, 5.0)
-    server.shutdown()
-    server.server_close()
 
 
 def test_urls_are_shown_without_their_secrets():

@@ -1,7 +1,5 @@
 """Keys with any characters, and error pages with a success status, as some stores and proxies send them."""
 
-import http.client
-import http.server
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from data.remote.config import CacheConfig
 from data.shards.indexing import build_index
 from data.shards.reader import ShardReader
 from jobs.__main__ import main
-from tests.support.stores import Proxy, QuietHandler, served, store
+from tests.support.stores import Proxy, store
 from tests.support.tars import picture, tar_of
 
 # Characters of keys. An emulator of gs reads `;` as the end of a path.
@@ -234,28 +232,6 @@ def test_an_error_page_instead_of_a_known_shard_is_quoted_at_once_and_not_stored
     # The store has recovered: nothing of the page is left in the cache.
     s3.fault = lambda path: None
     assert ShardReader(index, cache=cache).read(0, 2)[:2] == ("2", picture(2))
-
-
-def test_an_error_page_of_a_web_server_is_quoted_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server speaks plain HTTP, because only the content of its answers matters here."""
-
-    class Handler(QuietHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(SIGN_IN)))
-            self.end_headers()
-            if self.headers["Range"] != "bytes=0-0":
-                self.wfile.write(SIGN_IN)
-
-    monkeypatch.setenv("PATCHLINE_PRIVATE_HOSTS", "127.0.0.1")
-    monkeypatch.setattr(urls.PublicConnection, "connect", http.client.HTTPConnection.connect)
-    with served(Handler) as port:
-        for place in ("a.tar", "with space/ünï.tar", "a%20b.tar"):
-            with pytest.raises(StorageError, match="sent an error page: Sign in to the proxy"):
-                build_index([f"https://127.0.0.1:{port}/{place}"], output=tmp_path, name="train")
-        for first in (0, 512):
-            with pytest.raises(StorageError, match="sent an error page: Sign in to the proxy"):
-                urls.read_range(f"https://127.0.0.1:{port}/a.tar", first, first + 512, 5.0)
 
 
 def test_an_error_page_saved_as_a_tar_is_quoted(tmp_path: Path) -> None:

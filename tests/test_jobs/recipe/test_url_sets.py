@@ -18,10 +18,11 @@ from jobs.recipe.url_sets import with_indexed_urls
 from jobs.resolved_recipe import StageSection
 from tests.support.campaigns import KINDS
 from tests.support.hub import TOKEN, Hub, hub
+from tests.support.recipes import without_check
 
 URL = "hf://datasets/me/photos/train/*.tar"
 TEST_URL = "s3://bucket/test"
-RECIPE = """
+RECIPE = without_check("""
 run: {run}
 cluster: {{workers: 2, backend: processes, backoff_s: 0}}
 pretrain:
@@ -33,7 +34,7 @@ pretrain:
   batch_size: 16
   micro_batch: 4
   precision: fp32
-"""
+""")
 
 
 def expand(sections: dict[str, object]) -> dict[str, object]:

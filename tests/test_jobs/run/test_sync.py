@@ -26,11 +26,11 @@ from data.remote import urls
 from jobs.run.sync import fetch_small_files
 from tests.support import hosts
 from tests.support.ray_hosts import Driver, RayHosts
-from tests.support.recipes import SMALL
+from tests.support.recipes import SMALL, without_check
 from tests.support.stores import Proxy, store
 
 ROOT = Path(__file__).parents[3]
-AFTER = """
+AFTER = without_check("""
 resize: {{init: "@pretrain", image_size: 24}}
 finetune:
   init: "@resize"
@@ -43,7 +43,7 @@ finetune:
   micro_batch: 8
   precision: fp32
   zero: 0
-"""
+""")
 RUN = "s3://images/runs/{name}"
 
 

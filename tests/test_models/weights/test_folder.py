@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from models.weights.folder import load_class_names
+from models.weights.folder import Preprocessing, load_class_names
 
 pytestmark = pytest.mark.quick
 
@@ -35,3 +35,12 @@ def test_non_text_names_are_refused(tmp_path):
 
 def test_an_npz_has_no_class_names(tmp_path):
     assert load_class_names(tmp_path / "vit_b16.npz") == ()
+
+
+def test_a_preprocessing_of_another_size_keeps_its_fraction_of_the_image():
+    dinov2 = Preprocessing("resize_pillow(256, 'bicubic')|center_crop(224)", (224, 224), 256, "bicubic")
+    assert dinov2.at_size((518, 518)).ops == "resize_pillow(592, 'bicubic')|center_crop(518)"
+    squashed = Preprocessing("resize_pillow((224, 224), 'bicubic')", (224, 224), (224, 224), "bicubic")
+    assert squashed.at_size((32, 48)).ops == "resize_pillow((32, 48), 'bicubic')"
+    with pytest.raises(ValueError, match="produces images of 16×16, expected 32×32"):
+        Preprocessing("resize(16)", (16, 16), (16, 16)).at_size((32, 32))

@@ -9,8 +9,9 @@ import pytest
 
 from data.files import import_path
 from pipeline import artifacts
+from tests.support.recipes import without_check
 
-RECIPE = """
+RECIPE = without_check("""
 run: run
 cluster: {workers: 1, backend: processes, backoff_s: 0.1}
 shards: {kind: pack, shard_samples: 100, sets: {train: {source: digits, split: train, image_size: 16}}}
@@ -25,7 +26,7 @@ pretrain:
   precision: fp32
   save_every: 5
   keep: 9
-"""
+""")
 # Torch without AVX, and MKL's kernels for every processor.
 OTHER = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
 

@@ -29,8 +29,9 @@ from pipeline import artifacts, train
 from pipeline.checkpoints.reader import Reader, verify
 from pipeline.engine.exact import ExactEngine
 from tests.support.drives import fork_process, launch_by_fork
+from tests.support.recipes import without_check
 
-RECIPE = """
+RECIPE = without_check("""
 cluster: {workers: 2, backend: processes, backoff_s: 0.1}
 shards: {kind: pack, shard_samples: 100, sets: {train: {source: digits, split: train, image_size: 16}}}
 pretrain:
@@ -47,7 +48,7 @@ pretrain:
   log_every: 4
   save_every: 5
   keep: 9
-"""
+""")
 FLIPPED = "blocks.0.mlp.down.weight"
 
 

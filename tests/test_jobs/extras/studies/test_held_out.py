@@ -16,8 +16,9 @@ from data.shards.subset import Rule
 from data.sources.samples import digits
 from jobs.__main__ import main
 from tests.support.archives import make_subset
+from tests.support.recipes import without_check
 
-RECIPE = """
+RECIPE = without_check("""
 run: {run}
 cluster: {{workers: 1, backend: processes}}
 finetune:
@@ -32,7 +33,7 @@ finetune:
     grid: {{optim: {{lr: [0.01, 0.1]}}}}
     held_out: {{data: {{train: {sets}/{train}, evaluate: {sets}/{evaluated}}}}}
     seeds: [0, 1]
-"""
+""")
 PARTS = {"most": ("train", "17:"), "rest": ("train", ":17"), "overlap": ("train", "16:40"), "of-test": ("test", ":60")}
 
 
@@ -128,7 +129,7 @@ def test_a_grid_without_held_out_is_labelled_as_chosen_on_test(
     assert "chosen on test" not in capsys.readouterr().out
 
 
-PROBED = """
+PROBED = without_check("""
 run: {run}
 cluster: {{workers: 1, backend: processes}}
 pretrain:
@@ -145,7 +146,7 @@ evaluate:
   init: "@pretrain"
   sets: {{small: {{train: {sets}/most, test: {sets}/test}}}}
   protocols: [knn]
-"""
+""")
 
 
 @pytest.mark.parametrize("key", ["pretrain.probe", "fewshot.probe", "evaluate.sets.small"])
@@ -164,7 +165,7 @@ def test_a_probe_must_not_be_evaluated_on_its_training_set(
     assert not list((tmp_path / "run").glob("pretrain-*"))
 
 
-FOLDERS = """
+FOLDERS = without_check("""
 run: {run}
 cluster: {{workers: 64, backend: processes}}
 shards: {{kind: pack, sets: {{train: {{source: folder, path: {images}}}}}}}
@@ -176,7 +177,7 @@ pretrain:
   batch_size: 64
   micro_batch: 1
   precision: fp32
-"""
+""")
 
 
 def test_plan_counts_class_folders_and_cores_before_training(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import ray
 from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT, DEFAULT_DASHBOARD_PORT
 from ray.job_submission import JobSubmissionClient
 
@@ -36,6 +37,7 @@ from pipeline.identity import COMMIT_VARIABLE
 from pipeline.recipe import read_recipe
 from tests.support import leases
 from tests.support.campaigns import KINDS
+from tests.support.documents import document_of
 
 JOB = submission.RayJob("digits-001-4f1a", "runs/digits", "PENDING", 1.0, None)
 TRAIN = """
@@ -109,11 +111,14 @@ def test_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashbo
     assert first.startswith("RUNNING ")
     assert first.endswith(f"  /runs/digits  ({job.id})")
     assert second.strip() == "step 1 {braces}"
-    assert submission.stop("/runs/digits").status == "STOPPED"
+    listed = document_of(["list"])["jobs"][0]
+    assert (listed["id"], listed["status"], listed["last_line"]) == (job.id, "RUNNING", "step 1 {braces}")
+    assert document_of(["stop", "/runs/digits"])["job"]["status"] == "STOPPED"
     follower.join(30)
     assert "committed" in "".join(printed)
     assert "INFO" not in "".join(printed)
     assert main(["logs", "/runs/digits"]) == 75
+    assert document_of(["logs", "/runs/digits"])["job"]["id"] == job.id
 
     again = submission.submit("/runs/digits", [sys.executable, "-c", "1/0"], root=checkout)
     assert again.id.startswith("digits-002-")
@@ -121,6 +126,21 @@ def test_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashbo
     ended = submission.logs("/runs/digits", write=printed.append)
     assert (ended.status, ended.exit_code) == ("FAILED", 1)
     assert "ZeroDivisionError" in "".join(printed)
+
+
+def test_submit_with_wait_prints_a_document_with_the_code_of_the_run(dashboard, recipe, tmp_path, capfd) -> None:
+    words = [
+        "submit",
+        str(recipe),
+        f"run={tmp_path / 'run'}",
+        "pretrain.data.train=/not/a/set",
+        "cluster.backend=processes",
+    ]
+    document = document_of(words)
+    assert (document["schema"], document["job"]["exit_code"]) == ("submit.1", None)
+    followed = document_of([*words, "--wait"])
+    assert (followed["code"], followed["job"]["status"]) == (65, "FAILED")
+    assert "/not/a/set" in capfd.readouterr().err, "the job's output"
 
 
 def test_pending_job_can_be_stopped(dashboard) -> None:
@@ -137,13 +157,16 @@ def test_unknown_run_is_answered_with_the_existing_runs(dashboard) -> None:
         submission.status("nothing")
 
 
-def test_a_wrong_token_is_refused_and_explained(dashboard) -> None:
-    program = "from jobs.extras.submit import submission; submission.list_jobs()"
-    environment = os.environ | {"RAY_AUTH_TOKEN": "0" * 64}
-    asked = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert asked.returncode == 1
-    assert f"ClusterError: the cluster at {dashboard} refuses the connection: " in asked.stderr
-    assert "RAY_AUTH_TOKEN_PATH to a copy of the head's" in asked.stderr
+@pytest.mark.parametrize("of", ["dashboard", "head"])
+def test_a_wrong_token_is_refused_and_explained_without_lines_of_ray(of, dashboard) -> None:
+    address = dashboard if of == "dashboard" else ray.get_runtime_context().gcs_address
+    environment = os.environ | {"RAY_AUTH_TOKEN": "0" * 64, "RAY_ADDRESS": address}
+    command = [sys.executable, "-m", "jobs", "list"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 69
+    error, *advice = done.stderr.removeprefix("list: starting …\n").splitlines()
+    assert error.startswith(f"error: the cluster at {address} refuses the connection: ")
+    assert "RAY_AUTH_TOKEN_PATH to a copy of the head's" in advice[-1]
 
 
 @pytest.mark.slow

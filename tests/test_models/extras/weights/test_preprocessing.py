@@ -16,7 +16,7 @@ from data.images.decode import decode
 from data.images.preprocess import preprocess
 from jobs.__main__ import main
 from models.catalog import normalise
-from models.weights.preprocessing import REMAINING
+from models.extras.weights.preprocessing import REMAINING, for_hf, for_timm, from_hf, from_timm
 from pipeline.architecture import preprocessing_of
 from tests.support.foreign_vits import save_timm, transformers_model
 from tests.support.weights import random_model
@@ -116,7 +116,7 @@ def test_every_preprocessing_of_timm_makes_its_own_pixels(timm, files):
     refused = []
     for described in settings.values():
         try:
-            recorded = models.Preprocessing.from_timm(described, described["input_size"][1:])
+            recorded = from_timm(described, described["input_size"][1:])
         except ValueError as error:
             refused.append(str(error))
             continue
@@ -125,8 +125,8 @@ def test_every_preprocessing_of_timm_makes_its_own_pixels(timm, files):
         found = ((pixels - recorded.mean) / recorded.std).transpose(2, 0, 1)
         assert abs(found - expected.numpy()).max() < 1e-5, described
         # And back: the same settings, apart from the interpolation that timm chooses at random in training.
-        told = recorded.for_timm()
-        assert models.Preprocessing.from_timm(told, recorded.size) == recorded
+        told = for_timm(recorded)
+        assert from_timm(told, recorded.size) == recorded
     assert len(refused) <= 2
     assert all("crop_mode border" in reason for reason in refused)
 
@@ -154,7 +154,7 @@ def test_every_image_processor_makes_its_own_pixels(kind, fields, transformers, 
         # torchvision and Pillow round differently: by one level of 255 when they shrink, and by two when they enlarge.
         levels = abs(found - expected) * 255 * np.array(recorded.std)[:, None, None]
         assert levels.max() < (2.01 if name == "small" else 1.01), name
-    assert models.Preprocessing.from_hf(recorded.for_hf()) == recorded
+    assert from_hf(for_hf(recorded)) == recorded
 
 
 @pytest.mark.parametrize(
@@ -175,15 +175,6 @@ def test_a_preprocessing_without_ops_is_not_used_and_the_reason_is_reported(desc
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(described))
     with pytest.warns(UserWarning, match=reason):
         assert models.load_preprocessing(tmp_path) is None
-
-
-def test_a_preprocessing_of_another_size_keeps_its_fraction_of_the_image():
-    dinov2 = models.Preprocessing.from_timm({"crop_pct": 0.875}, (224, 224))
-    assert dinov2.at_size((518, 518)).ops == "resize_pillow(592, 'bicubic')|center_crop(518)"
-    squashed = models.Preprocessing.from_timm({"crop_pct": 1.0, "crop_mode": "squash"}, (224, 224))
-    assert squashed.at_size((32, 48)).ops == "resize_pillow((32, 48), 'bicubic')"
-    with pytest.raises(ValueError, match="produces images of 16×16, expected 32×32"):
-        models.Preprocessing("resize(16)", (16, 16), (16, 16)).at_size((32, 32))
 
 
 @pytest.mark.parametrize("library", ["timm", "transformers"])
@@ -229,7 +220,7 @@ def cropped(file: Path) -> np.ndarray:
 @pytest.mark.parametrize("size", [32, 224, 384])
 def test_timm_resizes_to_the_side_that_the_ops_name_whatever_the_rounding(size):
     for side in range(size, 4 * size):
-        told = models.Preprocessing("", (size, size), side, "bilinear antialiased").for_timm()
+        told = for_timm(models.Preprocessing("", (size, size), side, "bilinear antialiased"))
         assert math.floor(size / told["crop_pct"]) == side  # as timm.data.transforms_factory has it
         assert told["crop_mode"] == "center"
 
