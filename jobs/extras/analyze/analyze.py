@@ -234,7 +234,7 @@ def draw_features(features: Features, distance: Tensor, path: Path) -> None:
     left, centre, right = figure.subplots(1, 3)
 
     left.set_title(
-        f"RGB embedding filters\n(first {COMPONENTS} principal components, each from its lowest to its highest value)"
+        f"RGB embedding filters, first {COMPONENTS} principal components,\neach from its lowest to its highest value"
     )
     left.set_axis_off()
     if features.components is None:
