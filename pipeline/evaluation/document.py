@@ -195,12 +195,12 @@ class EvaluationRecord(TypedDict):
     """The metrics.jsonl record of an evaluation during training: its kind, values and log line."""
 
     kind: str  # one of OUTCOMES
-    values: dict[str, float | int | str]
+    values: dict[str, Any]
     line: str
 
 
 def evaluation_record(
-    step: int, values: Mapping[str, float | int], where: Mapping[str, float | str], remark: str = ""
+    step: int, values: Mapping[str, Any], where: Mapping[str, float | str], remark: str = ""
 ) -> EvaluationRecord:
     """Return the record of an evaluation; its values include every few-shot seed, its log line only the mean."""
     scores = {name: value for name, value in values.items() if isinstance(value, float)}

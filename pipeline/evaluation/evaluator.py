@@ -39,11 +39,13 @@ from pipeline.evaluation.features import Beat, FeatureStore, collect
 from pipeline.evaluation.probes import Inputs, compute
 from pipeline.evaluation.protocols import Protocol
 from pipeline.monitoring.watchdog import Phases
+from pipeline.optimization import Loss
 from pipeline.values import duration
 
 Result = TypeVar("Result")
 
 BEAT_S = 1.0  # interval of the exchanges between all workers
+MAX_CONFUSIONS = 10_000  # pairs of classes to store, which is all of them for up to 100 classes
 PROGRESS_S = 20.0  # interval of log lines about the progress of a pass over a set
 
 
@@ -171,6 +173,7 @@ class Evaluator:
     preprocess: str  # preprocessing ops of evaluation
     micro_batch: int  # images per forward pass; the batches are the same at any number of workers
     max_labels: int = 1  # maximum number of labels per sample
+    loss: Loss | None = None  # loss to compute for requests with examples
     cache: CacheConfig | None = None
     ranks: Sequence[int] = (0,)  # the parts of each set that this process reads, out of `world` parts
     world: int = 1
@@ -242,6 +245,7 @@ class Evaluator:
                 self.group.device,
                 with_features=with_features,
                 best=best,
+                loss=self.loss,
                 # Rank 0 waits here for the others' batches; a hanging worker has entered one phase fewer.
                 on_computed=partial(self.group.phases.enter, "gather", self.group.step),
             )
@@ -352,6 +356,8 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
     if request.examples:
         result["examples"] = examples_of(test, request.examples)
         result["class_counts"] = class_counts(test)
+        result["confusions"] = confusions(test)
+        result["loss"] = float(test.all_losses[test.is_there].mean(dtype=np.float64))
     return result
 
 
@@ -387,20 +393,26 @@ def class_counts(test: FeatureStore) -> list[list[int]]:
     prediction and its count. For a class without errors, the last two are −1 and 0. A sample with several labels counts
     in each of these classes.
     """
-    predicted = test.predictions[:, 0].astype(int)
     sample, column = np.nonzero(test.labels >= 0)
     label = test.labels[sample, column]
-    is_right = (test.labels == predicted[:, None]).any(axis=1)[sample]
+    is_right = (test.labels == test.predictions[:, :1]).any(axis=1)[sample]
     samples = np.bincount(label)
     right = np.bincount(label[is_right], minlength=len(samples))
-    # Encode each misclassification, a (label, prediction) pair, as a single integer.
-    classes = max(predicted.max(), label.max(initial=0)) + 1
-    mistakes, times = np.unique(label[~is_right] * classes + predicted[sample][~is_right], return_counts=True)
     most_often: dict[int, list[int]] = {}
-    for place in np.argsort(-times, kind="stable").tolist():
-        mistaken, taken_for = divmod(int(mistakes[place]), int(classes))
-        most_often.setdefault(mistaken, [taken_for, int(times[place])])
+    for mistaken, taken_for, times in confusions(test, len(label)):
+        most_often.setdefault(mistaken, [taken_for, times])
     rows = []
     for row in np.flatnonzero(samples).tolist():
         rows.append([row, int(samples[row]), int(right[row]), *most_often.get(row, [-1, 0])])
     return rows
+
+
+def confusions(test: FeatureStore, most: int = MAX_CONFUSIONS) -> list[list[int]]:
+    """Return rows (label, predicted class, number of such mistakes), the most frequent `most` mistakes first."""
+    predicted = test.predictions[:, 0].astype(int)
+    is_wrong = ~(test.labels == predicted[:, None]).any(axis=1)
+    sample, column = np.nonzero((test.labels >= 0) & is_wrong[:, None])
+    pairs = np.stack([test.labels[sample, column], predicted[sample]], axis=1)
+    pairs, times = np.unique(pairs, axis=0, return_counts=True)
+    order = np.argsort(-times, kind="stable")[:most]
+    return np.column_stack([pairs, times])[order].tolist()

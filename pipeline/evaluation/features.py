@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from data.evaluation import EvaluationBatch
 from data.index.index import Index
 from models.catalog import normalise
+from pipeline.losses import LOSSES, dense_targets
+from pipeline.optimization import Loss
 
 # N: samples in the set, b: rows of a batch, D: features, L: maximum number of labels per sample, K: best classes
 
@@ -48,6 +50,7 @@ class FeatureStore:
         self.all_labels = np.empty((0, 1), np.int64)  # (N, L) after the first batch, padded with −1
         self.all_predictions: np.ndarray | None = None  # (N, K), the best class first
         self.all_confidences = np.zeros(index.samples, np.float32)  # (N,), softmax of the best class
+        self.all_losses = np.zeros(index.samples, np.float32)  # (N,)
         self.file: IO[bytes] | None = None
         self.width = 0  # D, the number of features
         self.row_bytes = 0  # bytes of a sample's features
@@ -70,6 +73,7 @@ class FeatureStore:
         features: Tensor | None = None,
         predictions: Tensor | None = None,
         confidences: Tensor | None = None,
+        losses: Tensor | None = None,
     ) -> None:
         """Store the rows of a batch at their sample numbers (b,) in the data set; skip rows with the number −1.
 
@@ -87,6 +91,8 @@ class FeatureStore:
             if self.all_predictions is None:
                 self.all_predictions = np.full((self.index.samples, predictions.shape[1]), -1, np.int32)
             self.all_predictions[rows] = predictions.cpu().numpy()[is_good]
+        if losses is not None:
+            self.all_losses[rows] = losses.cpu().numpy()[is_good]
         is_finite = np.ones(len(rows), bool)
         if confidences is not None:
             self.all_confidences[rows] = confidences.cpu().numpy()[is_good]
@@ -175,13 +181,14 @@ def collect(
     *,
     with_features: bool = True,
     best: int = 0,
+    loss: Loss | None = None,
     on_computed: Callable[[], None] | None = None,
 ) -> None:
     """Collective: run the model once on a data set; rank 0's store receives features and the head's top `best` classes.
 
     The model runs in eval mode without gradients; its mode is restored afterwards. `on_computed` is called after a
-    batch is computed and before it is sent. `samples` must come from `store.watching`, so that a full disk raises an
-    error on every worker.
+    batch is computed and before it is sent. If `loss` is given, the store also receives this loss of each sample.
+    `samples` must come from `store.watching`, so that a full disk raises an error on every worker.
     """
     rank = 0
     world = 1
@@ -208,6 +215,11 @@ def collect(
                     # An order of logits with NaN or infinity means nothing; `keep` counts samples without a confidence.
                     confidences = logits.softmax(dim=1).amax(dim=1)
                     computed["confidences"] = confidences.where(logits.isfinite().all(dim=1), torch.nan)
+                    if loss is not None:
+                        # A set may have classes that the head does not have.
+                        classes = logits.shape[1]
+                        targets = dense_targets(batch.labels.where(batch.labels < classes, -1).to(device), classes)
+                        computed["losses"] = LOSSES[loss](logits, targets)
                 if with_features:
                     computed["features"] = rows.float().contiguous()
                 if on_computed is not None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,11 +49,12 @@ def evaluate_weights(
     ranks: Sequence[int],
     world: int,
     indexes: Mapping[str, Index],
-) -> tuple[dict[str, float | int], list[str]]:
+) -> tuple[dict[str, Any], list[str]]:
     """Collective: evaluate a model as configured in its stage's recipe, with accuracy and the few-shot probe.
 
     Returns, on rank 0, the values for metrics.jsonl, and warnings about unreadable samples; "accuracy" is accompanied
-    by "judged", the number of readable samples. The other arguments are passed to Evaluator.
+    by "judged", the number of readable samples, and by the loss in "held_out". The other arguments are passed to
+    Evaluator.
     """
     requests = []
     if job.evaluate:
@@ -69,6 +71,7 @@ def evaluate_weights(
         # Training fitted this many images in memory; evaluation keeps no activations, so it fits too.
         micro_batch=cfg.micro_batch,
         max_labels=cfg.data.max_labels,
+        loss=cfg.loss,
         cache=cfg.data.cache,
         ranks=ranks,
         world=world,
@@ -76,7 +79,7 @@ def evaluate_weights(
     )
     results = evaluator.evaluate(requests)
 
-    values: dict[str, float | int] = {}
+    values: dict[str, Any] = {}
     warnings: list[str] = []
     for request, result in zip(requests, results, strict=bool(results)):
         if request.protocol.name != "top-1":
@@ -89,9 +92,12 @@ def evaluate_weights(
         with suppress(OSError):
             examples = {"step": group.step, "set": request.test, "samples": result["examples"]}
             examples["classes"] = result["class_counts"]
+            examples["confusions"] = result["confusions"]
             artifacts.write_record(Path(job.directory) / artifacts.EXAMPLES, recorded(examples))
         readable = result["set"]["judged"]
         values |= {"accuracy": result["values"]["top-1"]["value"], "judged": readable}
+        # Nested, because every number in the record itself is a score: the higher, the better.
+        values["held_out"] = {"loss": result["loss"]}
         unreadable = result["set"]["samples"] - readable
         # Without this warning, a damaged set could look like a better or worse model.
         if unreadable:

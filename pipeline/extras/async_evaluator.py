@@ -128,7 +128,7 @@ class AsyncEvaluation(Hook):
 class AsyncOutcome(TypedDict):
     """Result of one asynchronous evaluation."""
 
-    values: dict[str, float | int]  # the same keys as in the loop's records
+    values: dict[str, Any]  # the same keys as in the loop's records
     node: str
     seconds: float  # including the time to read the weights
     remarks: list[str]  # warnings for the log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from data.extras.doctor.report import Report
@@ -11,6 +12,7 @@ from data.extras.pages import page
 from data.images.decode import decode
 
 MAX_SHARDS = 1000  # rows in the table of shards
+MAX_TIPS = 60  # positions of the chart of classes that show their values on hover
 CHARTED = ("shorter side", "width / height", "kB")  # keys of `report.ShardReport.spreads`
 
 
@@ -33,6 +35,9 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
         axes = figure.subplots(2, 2).ravel()
         counts = sorted((report.classes[label] for label in range(report.index.classes)), reverse=True)
         axes[0].fill_between(range(len(counts)), counts, step="mid", color=page.LINES[0])
+        tips = []
+        for rank in np.unique(np.linspace(0, len(counts) - 1, MAX_TIPS).astype(int)).tolist() if counts else []:
+            tips.append(page.Tip(axes[0], rank, None, [f"{counts[rank]:,} samples", f"class of rank {rank + 1:,}"]))
         axes[0].set(title="samples per class, largest first", xlabel="class, by rank", ylim=(0, None))
         for axis, name in zip(axes[1:], CHARTED, strict=True):
             title = f"{name} of an image"
@@ -44,7 +49,12 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
                 if low == high:  # the histogram needs a range of nonzero width
                     low -= 0.5
                     high += 0.5
-                axis.hist(list(spread), bins=40, range=(low, high), weights=list(spread.values()), color=page.LINES[0])
+                heights, edges, _ = axis.hist(
+                    list(spread), bins=40, range=(low, high), weights=list(spread.values()), color=page.LINES[0]
+                )
+                for images, start, end in zip(heights, edges[:-1], edges[1:], strict=True):
+                    words = [f"{images:,.0f} images", f"from {start:.4g} to {end:.4g}"]
+                    tips.append(page.Tip(axis, (start + end) / 2, None, words))
                 title += f", median {spread.quantile(0.5):.4g}"
             axis.set(title=title, ylabel="images")
 
@@ -53,7 +63,7 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
         "check.html",
         title=f"Data report for {report.index.tables.name}, digest {report.index.digest[:12]}",
         summary="\n".join(report.lines(world)),
-        chart=page.svg(figure, "histograms of samples per class, image sides, aspect ratios and file sizes"),
+        chart=page.svg(figure, "histograms of samples per class, image sides, aspect ratios and file sizes", tips),
         shards=shards[:MAX_SHARDS],
         more=more,
         samples=thumbnails,

@@ -7,22 +7,25 @@ The templates are in the `templates` folder, and extend base.html. A page loads 
 to `printable` text, which cannot change the text direction. Use the filter `| lines` for text with several lines.
 
 A chart is a matplotlib Figure drawn with the placeholder colours INK, GRID and LINES, which `svg` replaces with the CSS
-colours of the page, for light and dark mode.
+colours of the page, for light and dark mode. Values appear when the mouse is over a chart's `Tip`: this needs only CSS.
+`save_figure` writes a figure for a paper instead: PNG, SVG and PDF.
 """
 
 from __future__ import annotations
 
 import re
 from base64 import b64encode
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cv2
 import matplotlib
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from data.checks import printable, printable_lines
@@ -35,9 +38,9 @@ LINES = ("#010103", "#010104", "#010105", "#010106", "#010107", "#010108")
 # Dashes and markers distinguish the lines for readers who cannot distinguish the colours.
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
-# Colours for SVG files outside a page, which have no CSS.
+# Colours outside a page, for figures of a paper: Okabe and Ito's, which colour-blind readers can distinguish.
 ON_PAPER = {INK: "#222222", GRID: "#dddddd"} | dict(
-    zip(LINES, ("#1f5fa8", "#c4441c", "#2f7d32", "#7b3fa0", "#a07000", "#00788c"), strict=True)
+    zip(LINES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"), strict=True)
 )
 COLOURS = {INK: "var(--ink)", GRID: "var(--line)"} | {line: f"var(--c{n})" for n, line in enumerate(LINES, 1)}
 STYLE: Any = {
@@ -56,6 +59,20 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
+# Type 42 embeds TrueType fonts in a PDF; many publishers refuse matplotlib's default, Type 3.
+PAPER_STYLE: Any = {
+    **{key: ON_PAPER.get(value, value) if isinstance(value, str) else value for key, value in STYLE.items()},
+    "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"],
+    "pdf.fonttype": 42,
+    "figure.facecolor": "white",
+}
+FORMATS: dict[str, dict[str, Any]] = {  # suffix → options; without a date, equal figures have equal bytes
+    ".png": {"dpi": 150},
+    ".svg": {"metadata": {"Date": None}},
+    ".pdf": {"metadata": {"CreationDate": None}},
+}
+TIP_RADIUS = 7  # pixels around a point
+TIP_LINE = 11  # pixels between lines of a tip
 # Parts of matplotlib's SVG to remove: prolog, metadata, comments, namespaces that HTML does not need, and group ids,
 # which would be repeated in several charts of a page.
 NOT_DRAWN = re.compile(
@@ -68,7 +85,16 @@ def charted() -> AbstractContextManager[None]:
     return matplotlib.rc_context(STYLE)
 
 
-def svg(figure: Figure, title: str) -> Markup:
+class Tip(NamedTuple):
+    """Text shown while the mouse is over a part of a chart: around a point or, without `y`, at its position x."""
+
+    axes: Axes
+    x: float  # like y, in the units of the axes
+    y: float | None
+    lines: Sequence[str]
+
+
+def svg(figure: Figure, title: str, tips: Iterable[Tip] = ()) -> Markup:
     """Convert a figure to inline SVG in the page's colours, with its title as text for screen readers."""
     file = StringIO()
     with charted():
@@ -78,7 +104,58 @@ def svg(figure: Figure, title: str) -> Markup:
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
     for colour, variable in COLOURS.items():
         text = text.replace(colour, variable)
-    return Markup(text.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1))
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
+    return Markup(text.replace("</svg>", f"{tip_marks(figure, list(tips))}</svg>"))
+
+
+def tip_marks(figure: Figure, tips: Sequence[Tip]) -> Markup:
+    """Return the SVG elements of a drawn figure's tips; a page's style shows their text on hover."""
+    height = figure.bbox.height
+    at = Markup("")
+    # The columns of the tips without y, from the middle between two neighbours to the next.
+    columns: dict[Axes, list[float]] = {}
+    for tip in tips:
+        columns.setdefault(tip.axes, []).append(tip.axes.transData.transform((tip.x, 0))[0])
+    for axes, places in columns.items():
+        box = axes.bbox
+        x_before = [box.x0, *places]
+        x_after = [*places, box.x1]
+        edges = [max(min((a + b) / 2, box.x1), box.x0) for a, b in zip(x_before, x_after, strict=True)]
+        edges[0], edges[-1] = box.x0, box.x1
+        for number, tip in enumerate(tip for tip in tips if tip.axes is axes):
+            x = places[number]
+            y = height - box.y1
+            if tip.y is None:
+                low, high = edges[number], edges[number + 1]
+                shape = Markup('<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"/>').format(
+                    low, y, max(high - low, 0), box.height
+                )
+                shape += Markup('<path d="M{:.1f},{:.1f}v{:.1f}"/>').format(x, y, box.height)
+                y += TIP_LINE
+            else:
+                y = height - axes.transData.transform((tip.x, tip.y))[1]
+                shape = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="{}"/>').format(x, y, TIP_RADIUS)
+                y -= TIP_RADIUS + TIP_LINE * (len(tip.lines) - 1)
+                y = max(y, TIP_LINE)
+            is_left = x < figure.bbox.width / 2
+            anchor = "start" if is_left else "end"
+            place = x + (5 if is_left else -5)
+            words = Markup("")
+            for line, part in enumerate(tip.lines):
+                row = Markup('<tspan x="{:.1f}" y="{:.1f}">{}</tspan>')
+                words += row.format(place, y + TIP_LINE * line, shown(part))
+            at += Markup('<g class="tip">{}<text text-anchor="{}">{}</text></g>').format(shape, anchor, words)
+    return at
+
+
+def save_figure(figure: Figure, path: Path, suffixes: Iterable[str] = tuple(FORMATS)) -> list[Path]:
+    """Write a figure that was drawn in PAPER_STYLE once for each suffix; return the paths."""
+    paths = []
+    for suffix in suffixes:
+        paths.append(path.with_name(path.name + suffix))
+        figure.savefig(paths[-1], **FORMATS[suffix])
+        figure.set_layout_engine("none")  # the layout is final; each computation takes as long as drawing
+    return paths
 
 
 def write_page(path: Path, template: str, **values: object) -> None:

@@ -6,7 +6,8 @@ patchline analyze weights/l16 imagenet-000000.tar --limit 128 --output analysis 
 1. Read images from files, folders or shards and resize them to the model's input size, ignoring their aspect ratio.
 2. Pass each image through the model; reduce the attention weights to one map per image and one distance per head.
 3. Compute the similarities of position embeddings and the principal patch filters from the weights.
-4. Write attention.png (figure 6), inside.png (figures 7 and 11) and analysis.json with all numbers.
+4. Write attention.png (figure 6), inside.png (figures 7 and 11), the same figures as PDF, and analysis.json with all
+   numbers.
 """
 
 import json
@@ -16,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from data.errors import DataError, UsageError
+from data.extras.pages.page import LINES, ON_PAPER, PAPER_STYLE, save_figure
 from data.files import write_atomically
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
@@ -38,6 +41,7 @@ from models.positions import ADDED
 from pipeline.evaluation import any_weights
 
 NEARLY_UNIFORM = 1.5  # × the mean: below this, no patch stands out
+BATCH_BYTES = 64 << 20  # attention weights of a batch; an image of L/16 at 384 px needs half a gigabyte
 MAX_IMAGES = 8  # images in attention.png
 COMPONENTS = 28  # filters in figure 7
 POSITION_LABELS = 14  # maximum number of labels on an axis of the position maps
@@ -88,8 +92,9 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> dict[str
     # Create the folder only now, so that an error does not leave an empty folder.
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    draw_attention(images, attention.maps, folder / "attention.png")
-    draw_features(features, attention.distance, folder / "inside.png")
+    with matplotlib.rc_context(PAPER_STYLE):
+        draw_attention(images, attention.maps, folder / "attention.png")
+        draw_features(features, attention.distance, folder / "inside.png")
     numbers = {
         "weights": weights,
         "images": list(images),
@@ -114,7 +119,7 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> dict[str
     if max(highs) < NEARLY_UNIFORM:
         line += ": nearly uniform, so the regions in attention.png have little meaning"
     lines.append(f"{line} (attention.png stretches this range to black and full brightness)")
-    lines.append(f"written  {folder}/attention.png  inside.png  analysis.json")
+    lines.append(f"written  {folder}/attention.png  inside.png (both also as PDF)  analysis.json")
     return {
         "analysis": str(folder / "analysis.json"),
         "figures": [str(folder / name) for name in ("attention.png", "inside.png")],
@@ -144,19 +149,22 @@ def read_images(
 
 
 def attention_of(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) -> AttentionMaps:
-    """Compute attention maps and distances, one image at a time: L/16 at 384 px needs half a gigabyte per image."""
-    maps = []
-    distances = []
-    renormalised = []
+    """Compute attention maps and distances in batches whose attention weights fit into BATCH_BYTES."""
+    tokens = config.prefix_tokens + config.grid[0] * config.grid[1]
+    size = max(1, BATCH_BYTES // (4 * config.depth * config.heads * tokens**2))
+    maps: list[Tensor] = []
+    distance = torch.zeros(config.depth, config.heads, dtype=torch.float64)
+    renormalised = torch.zeros_like(distance)
     progress = ProgressMeter("images analyzed", len(images))
-    for number, pixels in enumerate(images.values()):
-        progress(number)
-        batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]  # (height, width, 3) → (1, 3, height, width)
+    named = iter(images.values())
+    while chunk := list(islice(named, size)):
+        progress(len(maps))
+        batch = torch.from_numpy(np.stack(chunk)).permute(0, 3, 1, 2)  # (b, height, width, 3) → (b, 3, height, width)
         weights = analysis.attention_weights(model, normalise(batch, config, torch.float32, device()))
-        maps.append(analysis.attention_map(weights, config)[0].cpu())
-        distances.append(analysis.attention_distance(weights, config).cpu())
-        renormalised.append(analysis.attention_distance(weights, config, renormalise=True).cpu())
-    return AttentionMaps(torch.stack(maps), torch.stack(distances).mean(0), torch.stack(renormalised).mean(0))
+        maps += analysis.attention_map(weights, config).cpu()
+        distance += len(chunk) * analysis.attention_distance(weights, config).cpu()
+        renormalised += len(chunk) * analysis.attention_distance(weights, config, renormalise=True).cpu()
+    return AttentionMaps(torch.stack(maps), distance / len(maps), renormalised / len(maps))
 
 
 def features_of(model: nn.Module) -> Features:
@@ -202,7 +210,7 @@ def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> N
         right.imshow(pixels / 255 * light[..., None])
         left.set_axis_off()
         right.set_axis_off()
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path.with_suffix(""), (".png", ".pdf"))
 
 
 def relative_range(attention_map: Tensor) -> tuple[float, float]:
@@ -226,7 +234,7 @@ def draw_features(features: Features, distance: Tensor, path: Path) -> None:
     left, centre, right = figure.subplots(1, 3)
 
     left.set_title(
-        f"RGB embedding filters\n(first {COMPONENTS} principal components, each from its lowest to its highest value)"
+        f"RGB embedding filters, first {COMPONENTS} principal components,\neach from its lowest to its highest value"
     )
     left.set_axis_off()
     if features.components is None:
@@ -237,11 +245,11 @@ def draw_features(features: Features, distance: Tensor, path: Path) -> None:
     draw_positions(figure, centre, features.position_similarity)
 
     layers = np.arange(1, len(distance) + 1)
-    right.plot(layers, distance.numpy(), "o", color="tab:blue", alpha=0.6, markersize=5)
+    right.plot(layers, distance.numpy(), "o", color=ON_PAPER[LINES[0]], alpha=0.6, markersize=5)
     right.set(title="Attention distance of every head", xlabel="Layer", ylabel="Mean attention distance (pixels)")
     right.set_ylim(0, 1.05 * distance.max().item())
     right.locator_params(axis="x", integer=True)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path.with_suffix(""), (".png", ".pdf"))
 
 
 def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from data.errors import UsageError
 from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug
 from jobs.commands.weights import AnyWeights, find_weights
-from jobs.extras.given_images import check_images
+from jobs.extras.given_images import check_images, wait_without_spinning
 
 Images = Annotated[list[str], typer.Argument(help="Image files, folders of images, or tar shards.")]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Folder for the figures and numbers.")]
@@ -26,6 +26,7 @@ def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 
         raise UsageError(f"--output {output} is a file\n  expected a folder (created if it does not exist)")
     # Check before importing torch, so that a path without images is reported at once.
     check_images(images)
+    wait_without_spinning()
     from jobs.extras.analyze import analyze
 
     return Answer(analyze.analyze(weights, images, output, limit), report_lines)

@@ -9,7 +9,7 @@ from data.errors import UsageError
 from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug
 from jobs.commands.weights import AnyWeights, find_weights
-from jobs.extras.given_images import check_images
+from jobs.extras.given_images import check_images, wait_without_spinning
 
 Images = Annotated[list[str], typer.Argument(help="Image files, folders of images, or tar shards.")]
 Output = Annotated[
@@ -34,6 +34,7 @@ def predict(
         raise UsageError(f"--output {output} does not end in .csv\n  pass --output {table.with_suffix('.csv')}")
     # Check before importing torch, so that a path without images is reported at once.
     check_images(images)
+    wait_without_spinning()
     from jobs.extras.predict.predict import predict
 
     return Answer(predict(weights, images, table, top, batch), report_lines)

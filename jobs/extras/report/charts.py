@@ -1,4 +1,6 @@
-"""Draw the charts in the HTML report: curves over samples seen, and values with confidence intervals.
+"""Draw the charts in the HTML report: curves over samples seen or time, and values with confidence intervals.
+
+The values of a chart appear on hover: those of all its curves at a position, or those of a point (`tips_of`).
 
 A long curve is reduced to a few hundred buckets, each with its minimum and maximum, so that a single outlier stays
 visible. A second curve shows means; the legend gives the number of steps per mean. Lines differ in dashes, markers and
@@ -18,8 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from data.extras.pages.page import DASHES, GRID, INK, LINES, MARKERS, charted, svg
-from pipeline.values import amount
+from data.extras.pages.page import DASHES, GRID, INK, LINES, MARKERS, Tip, charted, svg
+from pipeline.values import amount, duration
 
 BUCKETS = 360  # number of buckets of a curve, with two points each
 MEANS = 75  # maximum number of points of a smoothed curve
@@ -31,10 +33,17 @@ HEIGHT = 2.2
 LINE = 0.19  # height of a row of the legend
 LABELS = 52  # maximum number of characters in a row of the legend
 MAX_LABEL_LENGTH = 28
+MAX_TICKS = 7  # of the x axis: more would overlap
+MAX_TIPS = 60  # positions of a chart that show their values on hover
 NO_STEPS = np.zeros(0, int)
-PERCENT = FuncFormatter(lambda value, _place: f"{100 * value:g} %")
+PERCENT = FuncFormatter(lambda value, _place: f"{100 * value:.4g} %")
+SIGNIFICANT = FuncFormatter(lambda value, _place: f"{value:.4g}")
 PLAIN = FuncFormatter(lambda value, _place: f"{value:g}")
 AMOUNT = FuncFormatter(lambda value, _place: amount(value))
+SECONDS = FuncFormatter(lambda value, _place: duration(value))
+# Label and format of an x axis.
+SAMPLES_SEEN = ("samples seen", AMOUNT)
+TIME = ("time", SECONDS)
 
 
 class Line(NamedTuple):
@@ -94,9 +103,19 @@ def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def line_chart(
-    title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, reach: float | None = None, is_share: bool = False
+    title: str,
+    lines: Sequence[Line],
+    marks: Sequence[Mark] = (),
+    *,
+    reach: float | None = None,
+    is_share: bool = False,
+    is_from_zero: bool = False,
+    axis: tuple[str, FuncFormatter] = SAMPLES_SEEN,
 ) -> Markup:
-    """Draw curves over samples seen. The x axis ends at `reach`; `is_share` formats values as percentages."""
+    """Draw curves over samples seen, or another `axis`, up to `reach`.
+
+    `is_share` formats values as percentages; with `is_from_zero`, the y axis begins at 0.
+    """
     with charted():
         figure, axes = figure_of()
         values = np.zeros(0)
@@ -123,10 +142,12 @@ def line_chart(
                 axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.45, label=of_steps)
                 x, y, size = smooth(line.x, line.y)
                 label = f"{label}, mean of {size:,} steps".removeprefix(", ")
+            # With more lines than colours, a colour gets other dashes and another marker.
+            style = line.number + line.number // len(LINES)
             marker = ""
             if not is_alone or len(x) == 1:
-                marker = MARKERS[line.number % len(MARKERS)]
-            dashes = DASHES[line.number % len(DASHES)]
+                marker = MARKERS[style % len(MARKERS)]
+            dashes = DASHES[style % len(DASHES)]
             (curve,) = axes.plot(x, y, color=colour, linewidth=1.4, linestyle=dashes, label=label)
             curve.set(marker=marker, markersize=3.5, markevery=[len(x) - 1])
             if line.spread is not None:
@@ -143,8 +164,11 @@ def line_chart(
             kinds.add(mark.kind)
         if reach:
             axes.set_xlim(-0.02 * reach, 1.02 * reach)
-        axes.set_xlabel("samples seen", fontsize=8)
-        axes.xaxis.set_major_formatter(AMOUNT)
+        axes.set_xlabel(axis[0], fontsize=8)
+        axes.xaxis.set_major_formatter(axis[1])
+        axes.locator_params(axis="x", nbins=MAX_TICKS)
+        if is_from_zero:
+            axes.set_ylim(bottom=0)
         if is_share:
             axes.yaxis.set_major_formatter(PERCENT)
         # Put the legend below the axes, so that it does not cover a curve.
@@ -157,7 +181,31 @@ def line_chart(
                 handle.set_linewidth(1.4)
             for text in legend.get_texts():
                 text.set_parse_math(False)  # names can contain dollar signs
-        return drawn(figure, axes, title, HEIGHT + rows * LINE, below=0.45 + rows * LINE)
+        tips = tips_of(axes, lines, PERCENT if is_share else SIGNIFICANT, axis)
+        return drawn(figure, axes, title, HEIGHT + rows * LINE, below=0.45 + rows * LINE, tips=tips)
+
+
+def tips_of(axes: Axes, lines: Sequence[Line], formatter: FuncFormatter, axis: tuple[str, FuncFormatter]) -> list[Tip]:
+    """Return the text for at most MAX_TIPS positions: the value of each curve at or after the position."""
+    shown = [line for line in lines if len(line.x) and not line.is_faded]
+    if not shown:
+        return []
+    x = np.unique(np.concatenate([line.x for line in shown]))
+    x = x[np.unique(np.linspace(0, len(x) - 1, MAX_TIPS).astype(int))]
+    tips = []
+    for place in x.tolist():
+        words = [f"{axis[1](place)} {axis[0] if axis is SAMPLES_SEEN else ''}".rstrip()]
+        for line in shown:
+            nearest = min(int(np.searchsorted(line.x, place)), len(line.x) - 1)
+            value = f"{formatter(line.y[nearest])}"
+            if line.spread is not None:
+                low, high = line.spread[:, nearest]
+                value += f" ({formatter(line.y[nearest] - low)} to {formatter(line.y[nearest] + high)})"
+            if len(line.steps):
+                words[0] = f"step {line.steps[nearest]:,}, {words[0]}" if line is shown[0] else words[0]
+            words.append(value if len(shown) == 1 else f"{line.label[:MAX_LABEL_LENGTH]} {value}")
+        tips.append(Tip(axes, place, None, words))
+    return tips
 
 
 def value_chart(title: str, named: Sequence[tuple[str, float, float, float]]) -> Markup:
@@ -172,7 +220,11 @@ def value_chart(title: str, named: Sequence[tuple[str, float, float, float]]) ->
         axes.set_yticks(rows, np.array(names, f"U{MAX_LABEL_LENGTH}"), fontsize=8, parse_math=False)
         axes.set_ylim(len(named) - 0.5, -0.5)
         axes.xaxis.set_major_formatter(PERCENT)
-        return drawn(figure, axes, title, 0.8 + 0.24 * len(named), left=0.48)
+        tips = []
+        for row, (name, *of_row) in enumerate(named):
+            middle, start, end = (f"{100 * number:.2f} %" for number in of_row)
+            tips.append(Tip(axes, of_row[0], row, [name[:MAX_LABEL_LENGTH], f"{middle} ({start} to {end})"]))
+        return drawn(figure, axes, title, 0.8 + 0.24 * len(named), left=0.48, tips=tips)
 
 
 def figure_of() -> tuple[Figure, Axes]:
@@ -184,7 +236,15 @@ def figure_of() -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def drawn(figure: Figure, axes: Axes, title: str, height: float, left: float = 0.13, below: float = 0.3) -> Markup:
+def drawn(
+    figure: Figure,
+    axes: Axes,
+    title: str,
+    height: float,
+    left: float = 0.13,
+    below: float = 0.3,
+    tips: Sequence[Tip] = (),
+) -> Markup:
     """Render a chart as inline SVG.
 
     `height` and `below` are in inches; `left` is a fraction of the width. Screen readers read the title.
@@ -193,4 +253,4 @@ def drawn(figure: Figure, axes: Axes, title: str, height: float, left: float = 0
     figure.set_size_inches(WIDTH, height)
     axes.set_position((left, below / height, width, 1 - (below + 0.28) / height))
     axes.set_title(title, fontsize=10, loc="left", x=-(left - 0.015) / width, parse_math=False)
-    return svg(figure, title)
+    return svg(figure, title, tips)

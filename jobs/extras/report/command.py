@@ -14,9 +14,14 @@ from jobs.commands.arguments import Debug
 from jobs.commands.status import no_run, run_or_stage
 from jobs.stage_folders import RECORD
 
+MAX_RUNS = 200
+
 
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, or folders of single stages.")],
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN", help="Run directories, folders of single stages, or a folder of runs."),
+    ],
     output: Annotated[
         str | None,
         typer.Option(
@@ -28,7 +33,7 @@ def report(
 ) -> Answer:
     """Write an HTML report of a run, or of several runs with the first step at which they differ."""
     from jobs.commands import stored_runs
-    from jobs.extras.report.page import write_report
+    from jobs.extras.report.page import natural, write_report
     from jobs.extras.report.page_watcher import NAME
 
     with ExitStack() as copies:
@@ -40,11 +45,18 @@ def report(
                 paths.append(store.local / stage)
                 stores[paths[-1]] = store
             else:
-                paths.append(run_or_stage(run))
-                if not (paths[-1] / RECORD).exists() and not any(paths[-1].glob(f"*/{RECORD}")):
-                    raise no_run(paths[-1])
+                path = run_or_stage(run)
+                found = [path]
+                if not (path / RECORD).exists() and not any(path.glob(f"*/{RECORD}")):
+                    found = list({record.parents[1]: None for record in path.glob(f"*/*/{RECORD}")})
+                    found.sort(key=lambda run: natural(run.name))
+                if not found:
+                    raise no_run(path)
+                paths += found
+        if len(paths) > MAX_RUNS:
+            raise UsageError(f"{len(paths)} runs\n  expected at most {MAX_RUNS} runs")
         page = Path(output or "comparison.html")
-        if output is None and len(runs) == 1:
+        if output is None and len(paths) == 1:
             page = Path(NAME) if "://" in runs[0] else paths[0] / NAME
         if output is not None and (page.is_dir() or not page.parent.is_dir()):
             problem = f"{page} is a folder" if page.is_dir() else f"the folder {page.parent} does not exist"

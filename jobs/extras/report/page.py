@@ -12,11 +12,13 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 
 from data.checks import one_line
 from data.errors import PatchlineError
@@ -33,6 +35,8 @@ from jobs.extras.report.pictures import SAMPLES, Album, Gallery
 from jobs.extras.studies.chart import study_chart
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
+from pipeline.extras.usage import FILES as USAGE_FILES
+from pipeline.monitoring.telemetry import Record
 from pipeline.values import amount, duration
 from pipeline.variables import restored
 
@@ -42,6 +46,13 @@ MAX_ROWS = 200  # maximum number of rows of a table
 OF_SET = re.compile(r"set .*: (tar|class) ")  # name of a difference in a tar or class of a data set
 DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 MAX_LINES = 12  # maximum number of lines in a chart
+MAX_FADED = 40  # maximum number of grey lines, for further runs
+THIN = 40  # buckets of a grey line
+MAX_PAIRWISE = 6  # maximum number of runs that are compared with the first one
+MAX_SETTINGS = 12  # columns of the table of runs
+OVER_TIME = ("training loss",)  # curves that are also drawn over time
+MAX_MATRIX = 20  # maximum number of rows of a confusion matrix
+MAX_PAIRS = 15  # number of listed mistakes, the most frequent first
 MAX_CLASSES = 30  # number of listed classes, those with the lowest accuracy
 # Title of each chart, in page order → plotted field of metrics.jsonl.
 CURVES = {
@@ -49,6 +60,12 @@ CURVES = {
     "learning rate": "lr",
     "gradient norm of training": "grad_norm",
     "images/s of training": "images_per_s",
+}
+# Title of each chart of the workers' use of their machines → field of their files, and whether it is a share.
+USAGE = {
+    "CPU cores in use": ("cores", False),
+    "memory of the worker, GiB": ("memory_gb", False),
+    "GPU utilisation": ("gpu", True),
 }
 OF_STEPS = ("loss", "grad_norm")  # fields recorded for every step; others are recorded only at reports
 FAILURES = ("evaluate_failed", "checkpoint_failed", "evaluate_skipped")
@@ -65,6 +82,16 @@ class EvaluatedMetric(NamedTuple):
     samples: int | None
     draws: int
     deviation: float  # standard deviation across the draws
+    is_share: bool = True  # False for a loss
+
+
+class Confusion(NamedTuple):
+    """A confusion matrix of the classes with the most frequent mistakes, and these mistakes."""
+
+    columns: list[str]
+    rows: list[tuple[str, int, list[int]]]  # class, samples, predictions of each column (and others)
+    pairs: list[tuple[str, str, int, int]]  # class, predicted class, number of mistakes, samples of the class
+    classes: int  # number of classes in the data set
 
 
 class ClassAccuracy(NamedTuple):
@@ -203,7 +230,8 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
     evaluated = evaluations(stage)
     by_name: dict[str, list[EvaluatedMetric]] = {}
     for row in evaluated:
-        by_name.setdefault(row.name, []).append(row)
+        if row.is_share:
+            by_name.setdefault(row.name, []).append(row)
     lines = []
     for number, (name, rows) in enumerate(by_name.items()):
         points = []
@@ -217,9 +245,16 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         if len(by_name) == 1:
             title = f"held-out {evaluated[0].name}, 95 % intervals"
         drawn.append(charts.line_chart(title, lines[:MAX_LINES], reach=reach, is_share=True))
+    held_out = held_out_loss(stage)
+    if len(held_out.x) > 1:
+        x, y, size = charts.smooth(stage.steps.samples_seen, stage.steps.loss)
+        training = Line(f"training, mean of {size:,} step{'s' if size > 1 else ''}", x, y, number=1)
+        drawn.append(charts.line_chart("held-out loss", [held_out, training], reach=reach))
+    drawn += usage_charts(stage)
     # 3. Sample images and accuracy per class of the newest evaluation.
     predictions = None
     classes: list[ClassAccuracy] = []
+    confusion = None
     path = stage.folder / artifacts.EXAMPLES
     if path.exists():
         try:
@@ -232,6 +267,9 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
                 interval = wilson(correct / samples, samples)
                 name = evaluated_set.class_name(label)
                 classes.append(ClassAccuracy(name, correct, samples, *interval, confused_with, confusions))
+            # Records written before 2026-11-29 have no confusions.
+            if "confusions" in examples:
+                confusion = confusion_of(examples, evaluated_set)
         except (PatchlineError, OSError, ValueError, LookupError, TypeError) as error:
             predictions = Gallery(SAMPLES, [], f"the samples cannot be shown: {str(error) or repr(error)}")
     classes.sort(key=lambda of_class: (of_class.correct / of_class.samples, -of_class.samples))
@@ -263,15 +301,97 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         "interruptions": interruptions,
         "charts": drawn,
         "numbers": numbers,
-        "evaluations": evaluated,
+        "evaluations": [row for row in evaluated if row.is_share],
+        "losses": {row.step: row.value for row in evaluated if not row.is_share},
         "spikes": album.spikes(stage),
         "predictions": predictions,
         "classes": classes,
+        "confusion": confusion,
         "stopped": seconds.pop("stopped"),
         "seconds": seconds,
         "failures": failures,
         "sets": sets,
     }
+
+
+def confusion_of(examples: Mapping[str, Any], evaluated_set: Index) -> Confusion:
+    """Return the confusion matrix in examples.json, reduced to the classes of the most frequent mistakes."""
+    samples = {label: count for label, count, *_ in examples["classes"]}
+    correct = {label: count for label, _, count, *_ in examples["classes"]}
+    chosen = sorted(samples)
+    if len(chosen) > MAX_MATRIX:
+        # Both classes of the most frequent mistakes: other classes would leave the matrix almost empty.
+        worst: dict[int, None] = {}
+        for label, predicted, _ in examples["confusions"]:
+            if len(worst) < MAX_MATRIX - 1:
+                worst |= dict.fromkeys(other for other in (label, predicted) if other in samples)
+        chosen = sorted(worst)
+    counts: dict[int, dict[int, int]] = {label: {label: correct[label]} for label in chosen}
+    pairs: list[tuple[str, str, int, int]] = []
+    for label, predicted, times in examples["confusions"]:
+        if label in counts:
+            counts[label][predicted] = times
+        if len(pairs) < MAX_PAIRS:
+            names = (evaluated_set.class_name(label), evaluated_set.class_name(predicted))
+            pairs.append((*names, times, samples[label]))
+    rows = []
+    for label in chosen:
+        of_columns = [counts[label].get(predicted, 0) for predicted in chosen]
+        if len(chosen) < len(samples):
+            of_columns.append(samples[label] - sum(of_columns))
+        rows.append((evaluated_set.class_name(label), samples[label], of_columns))
+    return Confusion([evaluated_set.class_name(label) for label in chosen], rows, pairs, len(samples))
+
+
+def loss_of(evaluation: Record) -> float | None:
+    """Return the held-out loss in an evaluation's record; None if it has none, as before 2026-11-29."""
+    values = evaluation.get("held_out")
+    loss = values.get("loss") if isinstance(values, Mapping) else None
+    return loss if isinstance(loss, float) else None
+
+
+def held_out_loss(stage: StageHistory) -> Line:
+    """Return the held-out loss of a stage's evaluations as a curve."""
+    points = {}
+    for record in stage.of_kind("evaluate"):
+        loss = loss_of(record)
+        if loss is not None:
+            points[record["step"]] = loss
+    steps = np.array(sorted(points), int)
+    places = np.array([stage.samples_at(step) for step in steps.tolist()], float)
+    return Line("held-out", places, np.array([points[step] for step in steps.tolist()], float), steps)
+
+
+def usage_charts(stage: StageHistory) -> list[Markup]:
+    """Return charts of the CPU and GPU use of each worker over time; none if the workers recorded nothing."""
+    of_rank: dict[int, list[Mapping[str, Any]]] = {}
+    for path in sorted(stage.folder.glob(f"attempts/*/{USAGE_FILES}")):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            record = json.loads(path.read_bytes())
+            of_rank.setdefault(int(record["rank"]), []).append(record)
+    drawn = []
+    for title, (name, is_share) in USAGE.items():
+        lines: list[Line] = []
+        for rank, records in sorted(of_rank.items()):
+            x = []
+            y = []
+            for record in records:
+                with suppress(ValueError, LookupError, TypeError):
+                    values = np.array(record.get(name, []), float)
+                    started_s = float(record["started"]) - artifacts.started_s(stage.folder)
+                    x.append(started_s + float(record["interval_s"]) * np.arange(1, len(values) + 1))
+                    # A gap separates attempts.
+                    x.append(x[-1][-1:])
+                    y += [values, np.full(min(len(values), 1), np.nan)]
+            if any(map(len, y)):
+                lines.append(Line(f"worker {rank}", np.concatenate(x), np.concatenate(y), number=len(lines)))
+        if len(lines) > MAX_LINES:
+            title += f", {MAX_LINES} of {len(lines)} workers"
+        if lines:
+            drawn.append(
+                charts.line_chart(title, lines[:MAX_LINES], is_share=is_share, axis=charts.TIME, is_from_zero=True)
+            )
+    return drawn
 
 
 def not_evaluated(stage: StageHistory) -> str:
@@ -311,12 +431,15 @@ def evaluations(stage: StageHistory) -> list[EvaluatedMetric]:
                 continue
             row = EvaluatedMetric(step, name, value, low=value, high=value, samples=None, draws=0, deviation=0.0)
             draws = [record[other] for other in record if other.startswith(f"{name}{DRAW}")]
-            if name == "accuracy" and "judged" in record:
+            if name == "accuracy" and "judged" in record and 0 <= value <= 1:
                 low, high = wilson(value, record["judged"])
                 row = row._replace(low=low, high=high, samples=record["judged"])
             elif len(draws) > 1:
                 row = row._replace(draws=len(draws), deviation=float(np.std(draws, ddof=1)))
             rows.append(row)
+        loss = loss_of(record)
+        if loss is not None:
+            rows.append(EvaluatedMetric(step, "held-out loss", loss, loss, loss, None, 0, 0.0, is_share=False))
     return rows
 
 
@@ -400,13 +523,17 @@ def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
             compared.append(compare_stage(name, of_runs))
         else:
             single.append((name, *of_runs))
+    title = f"{len(runs)} runs"
+    if len(runs) <= MAX_PAIRWISE:
+        title += f": {', '.join(names.values())}"
     return {
-        "title": f"{len(runs)} runs: {', '.join(names.values())}",
+        "title": title,
         "runs": runs,
         "names": names,
         "verdict": verdict,
         "short": short,
         "compared": compared,
+        "most_columns": max((len(stage["table"].columns) for stage in compared), default=0),
         "single": single,
     }
 
@@ -417,11 +544,14 @@ def short(text: str) -> str:
 
 
 def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, Any]:
-    """Return the template variables for a stage of several runs; compare the first run with each of the others."""
+    """Return the template variables for a stage of several runs: a table of the runs, their curves, and differences.
+
+    The first run is compared with each of the others, unless there are more than MAX_PAIRWISE of them.
+    """
     (base_name, base), *rest = of_runs.items()
     others = []
     marks = []
-    for run_name, stage in rest:
+    for run_name, stage in rest if len(rest) <= MAX_PAIRWISE else []:
         differing = recorded_differences(base, stage)
         first_difference = find_first_difference(base, stage, differing)
         if first_difference.step is not None:
@@ -431,25 +561,167 @@ def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, A
         listed = [difference for difference in differing if difference not in folded]
         rows_of = {"differences": listed[:MAX_ROWS], "of_sets": folded[:MAX_ROWS]}
         others.append({"name": run_name, **rows_of, "first_difference": first_difference})
-    # For each run: a line in every chart, its progress, and its newest evaluation.
-    charted: dict[str, list[Line]] = {}
-    rows = []
-    metric = ""
-    results = []
-    for number, (run_name, stage) in enumerate(of_runs.items()):
-        if number < MAX_LINES:
-            for chart, lines in curves(stage).items():
-                charted.setdefault(chart, []).append(lines[0]._replace(label=run_name, number=number))
+    table = runs_table(of_runs)
+    return {
+        "name": name,
+        "base": base_name,
+        "others": others,
+        "table": table,
+        "charts": learning_curves(of_runs, table, marks),
+        "runs": len(of_runs),
+    }
+
+
+class Cell(NamedTuple):
+    """A cell in the table of runs; `place` is the row's position if the table is sorted by this column."""
+
+    text: str
+    value: Any = None  # what the column is sorted by; None: last
+    place: int = 0
+
+
+class RunsTable(NamedTuple):
+    """A row for each run; the columns between the run's name and its state are settings that differ."""
+
+    columns: list[tuple[str, bool]]  # name, whether the cells are numbers
+    rows: list[list[Cell]]
+    metric: str  # the metric of the first value column; "" if no run was evaluated
+    best_first: list[str]  # names of the runs, the best first
+
+
+def runs_table(of_runs: Mapping[str, StageHistory]) -> RunsTable:
+    """Return the table of a stage's runs: settings that differ, final metrics with intervals, samples, time, code."""
+    settings = {}
+    newest: dict[str, list[EvaluatedMetric]] = {}
+    for run_name, stage in of_runs.items():
+        settings[run_name] = flat(stage.record.get("config", {}))
         evaluated = evaluations(stage)
-        newest = [row for row in evaluated if row.step == evaluated[0].step]
-        rows.append((run_name, stage, newest))
-        for row in newest:
-            metric = metric or row.name  # use the first metric, which the other runs probably have too
-            if row.name == metric:
-                results.append((run_name, row.value, row.low, row.high))
+        newest[run_name] = [row for row in evaluated if row.step == evaluated[0].step]
+    keys = []
+    for key in dict.fromkeys(key for config in settings.values() for key in config):
+        if len({repr(config.get(key)) for config in settings.values()}) > 1:
+            keys.append(key)
+    metrics = {row.name: row.is_share for rows in newest.values() for row in rows}
+    columns = [("run", False), *((key, False) for key in keys[:MAX_SETTINGS])]
+    columns += [(metric, True) for metric in sorted(metrics, key=lambda metric: not metrics[metric])]
+    columns += [("training loss", True), ("samples seen", True), ("time", True), ("state", False), ("code", False)]
+    rows = []
+    for run_name, stage in of_runs.items():
+        values = {row.name: row for row in newest[run_name]}
+        cells = []
+        for column, _ in columns:
+            cell = Cell("-")
+            if column in values:
+                row = values[column]
+                # A higher metric and a lower loss are better, and come first.
+                if row.is_share:
+                    cell = Cell(f"{100 * row.value:.2f} %{interval_text(row)}", -row.value)
+                else:
+                    cell = Cell(f"{row.value:.4g}", row.value)
+            elif column in keys and column in settings[run_name]:
+                value = settings[run_name][column]
+                cell = Cell(str(value), value if isinstance(value, int | float) else natural(str(value)))
+            cells.append(cell)
+        last = stage.reports[-1] if stage.reports else {}
+        cells[0] = Cell(run_name, natural(run_name))
+        at_end = [Cell("-") for _ in range(3)]
+        if last:
+            at_end = [Cell(f"{last['loss']:.4g}", last["loss"])]
+            at_end.append(Cell(f"{last['samples_seen']:,}", last["samples_seen"]))
+            at_end.append(Cell(duration(stage.account.wall), stage.account.wall))
+        is_done = stage.done is not None
+        state = stage.problem or ("done" if is_done else stage.result or "no step yet")
+        code = str(stage.task.get("job", {}).get("code") or "-")[:8]
+        cells[-5:] = [*at_end, Cell(state, (not is_done, state)), Cell(code, code)]
+        rows.append(cells)
+    for number in range(len(columns)):
+        for place, cells in enumerate(sorted(rows, key=lambda cells: sorting_key(cells[number].value))):
+            cells[number] = cells[number]._replace(place=place)
+    metric = next((name for name, is_share in metrics.items() if is_share), "")
+    places = [name for name, _ in columns]
+    best = rows
+    if metric:
+        best = sorted(rows, key=lambda cells: cells[places.index(metric)].place)
+    return RunsTable(columns, rows, metric, [cells[0].text for cells in best])
+
+
+def sorting_key(value: Any) -> tuple[Any, ...]:
+    """Return a key that sorts numbers before texts, and missing and non-finite values last."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return (2,)
+    if isinstance(value, int | float):
+        return (0, value)
+    return (1, value)
+
+
+def natural(text: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a key that sorts "run 9" before "run 10"."""
+    parts = re.findall(r"([0-9]+)|([^0-9]+)", text)
+    return tuple((0, int(number), "") if number else (1, 0, other) for number, other in parts)
+
+
+def interval_text(row: EvaluatedMetric) -> str:
+    """Return the 95 % interval or the deviation of a metric, for a table's cell; "" if there is none."""
+    if row.samples is not None:
+        return f" ({100 * row.low:.1f} to {100 * row.high:.1f})"
+    if row.draws > 1:
+        return f" ± {100 * row.deviation:.2f}"
+    return ""
+
+
+def learning_curves(of_runs: Mapping[str, StageHistory], table: RunsTable, marks: Sequence[Mark]) -> list[Markup]:
+    """Return charts of the runs: held-out metric and losses over images seen and over time, and the other curves.
+
+    Of many runs, the best MAX_LINES have a line of their own; some of the others are grey.
+    """
+    names = list(of_runs)
+    own = names if len(names) <= MAX_LINES else table.best_first[:MAX_LINES]
+    charted: dict[str, list[Line]] = {}
+    over_time: dict[str, list[Line]] = {}
+    shown = [*own, *[name for name in names if name not in own][:MAX_FADED]]
+    for number, name in enumerate(shown):
+        stage = of_runs[name]
+        of_run: dict[str, Line] = {}
+        points = [row for row in reversed(evaluations(stage)) if row.name == table.metric]
+        if points:
+            steps = np.array([row.step for row in points])
+            x = np.array([stage.samples_at(row.step) for row in points])
+            of_run[f"held-out {table.metric}"] = Line(name, x, np.array([row.value for row in points]), steps)
+        held_out = held_out_loss(stage)
+        if len(held_out.x):
+            of_run["held-out loss"] = held_out
+        for title, of_stage in curves(stage).items():
+            of_run[title] = of_stage[0]
+        for title, line in of_run.items():
+            line = line._replace(label=name, number=number)
+            if name not in own:
+                label = "other runs" if name == shown[len(own)] else ""
+                x, y = charts.thin(line.x, line.y, THIN)
+                line = Line(label, x, y, is_faded=True)
+            charted.setdefault(title, []).append(line)
+            if title in OVER_TIME or title.startswith("held-out"):
+                x = seconds_at(stage, np.interp(line.x, stage.steps.samples_seen, stage.steps.step))
+                over_time.setdefault(title, []).append(line._replace(x=x))
     drawn = []
-    for chart, lines in charted.items():
-        drawn.append(charts.line_chart(chart, lines, marks if CURVES[chart] == "loss" else ()))
-    if results:
-        drawn.append(charts.value_chart(f"newest held-out {metric}, 95 % intervals", results))
-    return {"name": name, "base": base_name, "others": others, "charts": drawn, "rows": rows}
+    for title, lines in charted.items():
+        is_share = title == f"held-out {table.metric}"
+        at = marks if title == "training loss" else ()
+        # A chart does not label its only curve.
+        named = f"{title}: {lines[0].label}" if len(lines) == 1 else title
+        drawn.append(charts.line_chart(named, lines, at, is_share=is_share))
+        if title in over_time:
+            drawn.append(charts.line_chart(f"{named} over time", over_time[title], is_share=is_share, axis=charts.TIME))
+    return drawn
+
+
+def seconds_at(stage: StageHistory, steps: np.ndarray) -> np.ndarray:
+    """Return the seconds that training took up to each step: with lost steps, without start-up and stops."""
+    known = {0.0: 0.0}
+    spent = 0.0
+    kept = {id(report) for report in stage.kept_reports}
+    for report in stage.reports:
+        spent += report["seconds"]
+        if id(report) in kept:
+            known[float(report["step"])] = spent
+    # A branch, or a stage whose first records are missing, begins at a later step.
+    return np.interp(steps, list(known), list(known.values()))

@@ -1,4 +1,4 @@
-"""Draw a study's figure.json (jobs/extras/studies/figure.py) as image files and as inline SVG for the report."""
+"""Draw a study's figure.json (jobs/extras/studies/figure.py) as PNG, SVG and PDF, and as inline SVG for the report."""
 
 from __future__ import annotations
 
@@ -15,29 +15,72 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
-from data.extras.pages.page import DASHES, GRID, INK, LINES, MARKERS, ON_PAPER, STYLE, charted, svg
+from data.extras.pages.page import (
+    DASHES,
+    GRID,
+    INK,
+    LINES,
+    MARKERS,
+    ON_PAPER,
+    PAPER_STYLE,
+    Tip,
+    charted,
+    save_figure,
+    svg,
+)
 from pipeline.values import amount
 
 WIDTH = 4.9  # of a panel, in inches
+MAX_TIPS = 300  # points of a panel with their values on hover
+# Labels of the axes that jobs/extras/studies/axes.py computes; metrics keep their names, with ticks in percent.
+UNITS = {
+    "parameters": "parameters",
+    "gmacs": "forward pass (GMAC per image)",
+    "exaflops": "training compute (EFLOP)",
+    "samples": "images seen",
+    "images": "images in the training set",
+    "steps": "steps",
+    "seconds": "training time (s)",
+    "images_per_s": "speed (images/s)",
+}
 MAX_LABEL_LENGTH = 28  # characters
 
 
-def write_study_chart(record: Mapping[str, Any], folder: Path) -> None:
-    """Write a study's figure as figure.png and figure.svg, in the light colour scheme on white."""
-    style: Any = {**STYLE, "figure.facecolor": "white"}
-    for key, value in style.items():
-        if isinstance(value, str):
-            style[key] = ON_PAPER.get(value, value)
-    with matplotlib.rc_context(style):
-        drawn = study_figure(record, ON_PAPER)
-        drawn.savefig(folder / "figure.png", dpi=150)
-        drawn.savefig(folder / "figure.svg", metadata={"Date": None})
+def write_study_chart(record: Mapping[str, Any], folder: Path) -> list[str]:
+    """Write a study's figure as PNG, SVG and PDF, in the colours for paper; return the names of the files."""
+    with matplotlib.rc_context(PAPER_STYLE):
+        paths = save_figure(study_figure(record, ON_PAPER), folder / "figure")
+    return [path.name for path in paths]
 
 
 def study_chart(record: Mapping[str, Any]) -> Markup:
     """Return a study's figure as inline SVG for the report."""
     with charted():
-        return svg(study_figure(record, {}), record["title"])
+        figure = study_figure(record, {})
+        tips = []
+        for axes, panel in zip(figure.axes, [record, record.get("paper")], strict=False):
+            if panel is None:
+                continue
+            names = names_of(panel)
+            for point in panel["points"][:MAX_TIPS]:
+                x = names.index(point["x"]) if names else point["x"]
+                lines = [f"{point['series']}: {point['row']}", f"{panel['y']} {value_text(point['y'], panel)}"]
+                if point["low"] != point["high"]:
+                    ends = [value_text(point[end], panel) for end in ("low", "high")]
+                    lines[1] += f" ({' to '.join(ends)})"
+                lines.append(f"{panel['x']} {point['x'] if names else format(point['x'], '.4g')}")
+                tips.append(Tip(axes, x, point["y"], lines))
+        return svg(figure, record["title"], tips)
+
+
+def value_text(value: float, panel: Mapping[str, Any]) -> str:
+    """Format a value on the y axis: a share in percent, or a number."""
+    return f"{100 * value:.2f} %" if panel["is_share"] else f"{value:.4g}"
+
+
+def names_of(panel: Mapping[str, Any]) -> list[str]:
+    """Return the names on the x axis in order of appearance, at 0, 1, 2, …; none if x is a number."""
+    return list(dict.fromkeys(point["x"] for point in panel["points"] if isinstance(point["x"], str)))
 
 
 def study_figure(record: Mapping[str, Any], colours: Mapping[str, str]) -> Figure:
@@ -58,20 +101,22 @@ def study_figure(record: Mapping[str, Any], colours: Mapping[str, str]) -> Figur
     return figure
 
 
+def with_unit(name: str) -> str:
+    """Return the label of an axis: a known quantity with its unit, or the name itself."""
+    return UNITS.get(name.rpartition(".")[2], name)
+
+
 def draw_panel(axes: Axes, panel: Mapping[str, Any], log: list[str], colours: Mapping[str, str]) -> None:
     """Draw a panel's points, one line per series; `log` lists the logarithmic axes."""
     axes.set_title(panel["title"], fontsize=9, loc="left")
     axes.tick_params(which="both", labelsize=7)
     axes.grid(color=colours.get(GRID, GRID), linewidth=0.6)
-    axes.set_xlabel(panel["x"], fontsize=8)
-    axes.set_ylabel(panel["y"], fontsize=8)
-    # If x is a name, place the names at 0, 1, 2, … in order of appearance.
-    names: list[str] = []
+    axes.set_xlabel(with_unit(panel["x"]), fontsize=8)
+    axes.set_ylabel(with_unit(panel["y"]), fontsize=8)
+    names = names_of(panel)
     by_series: dict[str, list[Mapping[str, Any]]] = {}
     for point in panel["points"]:
         by_series.setdefault(point["series"], []).append(point)
-        if isinstance(point["x"], str) and point["x"] not in names:
-            names.append(point["x"])
     for number, (series, points) in enumerate(by_series.items()):
         colour = LINES[number % len(LINES)]
         style: Any = {"linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[number % len(MARKERS)]}

@@ -1,7 +1,7 @@
 """Draw a figure for a study: results of sweeps with error bars, the paper's values, and a fitted power law.
 
 In:  tables of sweeps, of this run or of other runs
-Out: figure.png and .svg, figure.csv, figure.json (read by the report) and figure.md
+Out: figure.png, .svg and .pdf, figure.csv, figure.json (read by the report) and figure.md
 
     figure:
       tables: {pretrain: "@pretrain", finetune: "@finetune"}
@@ -205,7 +205,7 @@ class Figure(StageKind):
         from jobs.extras.studies.chart import write_study_chart
 
         artifacts.write_record(context.directory / DOCUMENT, figure)
-        write_study_chart(figure, context.directory)
+        pictures = write_study_chart(figure, context.directory)
         table = io.StringIO()
         columns = ["source", "series", "row", "x", "y", "low", "high", "runs"]
         writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")
@@ -219,7 +219,7 @@ class Figure(StageKind):
         write_atomically(context.directory / "figure.md", "\n".join(lines) + "\n")
         for line in lines:
             context.log(line)
-        names = [DOCUMENT, "figure.png", "figure.svg", "figure.csv", "figure.md"]
+        names = [DOCUMENT, *pictures, "figure.csv", "figure.md"]
         summary = f"{len(points)} points, figure.png"
         return {"summary": summary, "files": artifacts.digests(context.directory, names)}
 

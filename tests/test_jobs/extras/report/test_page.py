@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import time
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,10 @@ from jobs.extras.report.page import write_report
 from jobs.ownership import Lease
 from jobs.run.log import write_status
 from pipeline import artifacts
+from pipeline.monitoring.telemetry import read_metrics
 from tests.support.archives import make_subset
 from tests.support.browser import CHROMIUM, Browser
-from tests.support.paged_runs import SPIKE, add, change, incident, make_restarted_run, make_run, report, start
+from tests.support.paged_runs import EPOCH, SPIKE, add, change, incident, make_restarted_run, make_run, report, start
 from tests.support.recipes import without_check
 from tests.support.stores import store
 
@@ -51,6 +53,10 @@ BROKEN = """(() => {
     return broken
 })()"""
 CUT = "[...document.querySelectorAll('.wide')].filter(table => table.scrollWidth > table.clientWidth).length"
+CHARTS = "[...document.querySelectorAll('svg')].map(chart => chart.textContent).join(' ')"
+ORDER = """[...document.querySelectorAll('.sorted tr:not(.head)')]
+    .sort((a, b) => a.getBoundingClientRect().top - b.getBoundingClientRect().top)
+    .map(row => row.cells[0].textContent.trim()).join(' ')"""
 HOSTILE = (MARKUP, "\"quoted' & so", "\u202eflesti", "שלום עולם", "x" * 300)
 
 
@@ -197,7 +203,7 @@ def test_on_a_phone_no_table_is_cut_and_no_word_is_broken(restarted, tmp_path, s
                 assert browser.value("document.documentElement.scrollWidth") <= width
                 assert browser.value(BROKEN) == []
                 assert browser.value(CUT) == 0
-        assert "another $run$ of a name" in browser.value("document.querySelector('svg').textContent")
+        assert "another $run$ of a name" in browser.value(CHARTS)
 
 
 def test_a_finished_page_describes_the_training_and_the_accuracy_of_each_class(restarted, tmp_path, shards):
@@ -219,6 +225,154 @@ def test_a_finished_page_describes_the_training_and_the_accuracy_of_each_class(r
     assert shown.row("class 3", "75.0 %")[2:] == of_class
     by_class = [row[0].strip() for row in shown.rows if len(row) == 4 and "samples" in row[2]]
     assert by_class[-3:] == ["class 3", "class 8", "class 0"]
+
+
+def test_a_confusion_matrix_has_the_counts_of_examples_json(restarted, tmp_path, shards):
+    index = load_index(shards / "test")
+    labels = np.random.default_rng(0).integers(0, 10, 500)
+    predicted = np.where(
+        np.random.default_rng(1).random(500) < 0.6, labels, np.random.default_rng(2).permutation(labels)
+    )
+    counts = Counter(zip(labels.tolist(), predicted.tolist(), strict=True))
+    classes = [[label, int((labels == label).sum()), counts[label, label], -1, 0] for label in range(10)]
+    mistakes = [[*pair, times] for pair, times in counts.most_common() if pair[0] != pair[1]]
+    document = {"step": 24, "set": str(shards / "test"), "samples": [], "classes": classes, "confusions": mistakes}
+    artifacts.write_record(restarted / artifacts.EXAMPLES, document)
+    text = write_report([restarted.parent], tmp_path / "page.html", with_replay=False).read_text()
+    cells = dict(re.findall(r'title="(class \d+ predicted as class \d+): (\d+) of \d+"', text))
+    assert len(cells) == 100
+    for label in range(10):
+        for other in range(10):
+            name = f"{index.class_name(label)} predicted as {index.class_name(other)}"
+            assert int(cells[name]) == counts[label, other], name
+    first = mistakes[0]
+    share = f"{100 * first[2] / classes[first[0]][1]:.1f} %"
+    names = [index.class_name(first[0]), index.class_name(first[1])]
+    assert Tables(text).row(*names) == [*names, f"{first[2]} of {classes[first[0]][1]}", share]
+
+
+def test_of_many_classes_the_matrix_shows_the_most_confused():
+    class NamedClasses:
+        def class_name(self, label: int) -> str:
+            return f"c{label}"
+
+    # Class n has 2,000 samples and n mistakes, all of them predicted as class 0.
+    classes = [[label, 2000, 2000 - label, 0, label] for label in range(1000)]
+    mistakes = [[label, 0, label] for label in range(999, 0, -1)]
+    shown = page.confusion_of({"classes": classes, "confusions": mistakes}, NamedClasses())
+    assert shown.columns == ["c0", *(f"c{label}" for label in range(982, 1000))]
+    assert shown.rows[-1] == ("c999", 2000, [999, *[0] * 17, 1001, 0])
+    assert shown.rows[0] == ("c0", 2000, [2000, *[0] * 19])
+    assert shown.pairs[0] == ("c999", "c0", 999, 2000)
+    assert (len(shown.pairs), shown.classes) == (page.MAX_PAIRS, 1000)
+
+
+def test_the_held_out_loss_stands_next_to_the_accuracy(restarted, tmp_path):
+    for step, loss in ((8, 1.75), (28, 0.625)):
+        values = {"accuracy": 0.5, "judged": 100, "held_out": {"loss": loss}}
+        add(restarted, {"kind": "evaluate", "step": step, **values})
+    text = write_report([restarted.parent], tmp_path / "page.html", with_replay=False).read_text()
+    assert Tables(text).row("28", "accuracy")[-1] == "0.625"
+    assert Tables(text).row("8", "accuracy")[-1] == "1.75"
+    assert 'aria-label="held-out loss"' in text
+
+
+def test_values_on_hover_equal_the_losses_in_metrics_jsonl(tmp_path, shards):
+    folder = make_run(tmp_path / "run", shards)
+    text = write_report([tmp_path / "run"], tmp_path / "page.html", with_replay=False).read_text()
+    chart = text[text.index('aria-label="training loss"') :].split("</svg>")[0]
+    shown = re.findall(r">step (\d+), (\d+) samples seen</tspan><tspan [^>]*>([^<]+)<", chart)
+    losses = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        losses += json.loads(line).get("losses", [])
+    assert [(int(step), int(samples), value) for step, samples, value in shown] == [
+        (step, 16 * step, f"{loss:.4g}") for step, loss in enumerate(losses, 1)
+    ]
+
+
+def test_hostile_numbers_and_names_do_not_break_a_page(restarted, tmp_path, shards):
+    for loss in (float("nan"), float("inf"), 1e308, MARKUP, [1]):
+        add(restarted, {"kind": "evaluate", "step": 28, "accuracy": loss, "judged": 3, "held_out": {"loss": loss}})
+        text = write_report([restarted.parent], tmp_path / "page.html", with_replay=False).read_text()
+        assert "<h3>Wall time" in text
+        assert MARKUP not in text
+    usage = restarted / "attempts" / "attempt-000001" / "rank-00000.usage.json"
+    for content in ("{torn", '{"rank": 0, "cores": ["x"]}', f'{{"rank": "{MARKUP}", "cores": [1]}}', "[]"):
+        usage.write_text(content)
+        text = write_report([restarted.parent], tmp_path / "page.html", with_replay=False).read_text()
+        assert MARKUP not in text
+        assert "CPU cores in use" not in text
+
+
+def test_the_use_of_each_worker_is_drawn(restarted, tmp_path):
+    for rank, cores in ((0, [0.5, 1.5]), (1, [0.25, 0.75])):
+        record = {"rank": rank, "started": EPOCH, "interval_s": 1.0, "cores": cores, "memory_gb": [1.0, 1.0]}
+        (restarted / "attempts" / "attempt-000001" / f"rank-0000{rank}.usage.json").write_text(json.dumps(record))
+    text = write_report([restarted.parent], tmp_path / "page.html", with_replay=False).read_text()
+    chart = text[text.index('aria-label="CPU cores in use"') :].split("</svg>")[0]
+    assert re.findall(r"worker 0 ([\d.]+)</tspan><tspan [^>]*>worker 1 ([\d.]+)<", chart) == [
+        ("0.5", "0.25"),
+        ("1.5", "0.75"),
+    ]
+    assert "GPU utilisation" not in text
+
+
+def test_the_table_of_twenty_runs_has_the_numbers_of_their_files(tmp_path, shards):
+    expected = {}
+    for number in range(20):
+        folder = make_run(tmp_path / f"run-{number}", shards, losses=[3 - number / 10] * 24)
+        change(folder / "stage.json", "config", "optim", "lr", value=0.001 * (number + 1))
+        correct = 50 + 37 * number % 40
+        add(folder, {"kind": "evaluate", "step": 24, "accuracy": correct / 100, "judged": 100})
+        low, high = binomtest(correct, 100).proportion_ci(method="wilson")
+        expected[f"run-{number}"] = [
+            str(0.001 * (number + 1)),
+            f"{correct:.2f} % ({100 * low:.1f} to {100 * high:.1f})",
+            f"{3 - number / 10:.4g}",
+            "384",
+        ]
+    paths = sorted(tmp_path.glob("run-*[0-9]"))
+    text = write_report(paths, tmp_path / "page.html").read_text()
+    shown = Tables(text)
+    for name, cells in expected.items():
+        assert shown.row(name)[1:5] == cells, name
+    headers = re.findall(r'<input type="radio" name="sort-1" value="\d+"> ([^<]+)<', text)
+    assert headers == ["run", "optim.lr", "accuracy", "training loss", "samples seen", "time", "state", "code"]
+    # The places of the rows in the column accuracy: the highest first; in the column of names, run-2 before run-10.
+    places = re.findall(r"<tr style=\"--given: \d+; --r0: (\d+); --r1: \d+; --r2: (\d+)[^>]*>\s*<td>(run-\d+)", text)
+    assert len(places) == 20
+    for by_name, _, name in places:
+        assert by_name == name.removeprefix("run-")
+    accuracies = {name: float(cells[1].split()[0]) for name, cells in expected.items()}
+    in_order = [accuracies[name] for _, _, name in sorted(places, key=lambda row: int(row[1]))]
+    assert in_order == sorted(accuracies.values(), reverse=True)
+    assert "other runs" in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_in_a_browser_a_click_sorts_the_runs_and_the_mouse_shows_values(tmp_path, shards):
+    for number in range(3):
+        folder = make_run(tmp_path / f"run-{number}", shards)
+        change(folder / "stage.json", "config", "optim", "lr", value=[0.2, 0.1, 0.3][number])
+    file = write_report([tmp_path / f"run-{number}" for number in range(3)], tmp_path / "page.html")
+    with Browser(tmp_path) as browser:
+        for width in (400, 1200):
+            browser.open(file, width=width)
+            assert browser.value(ORDER) == "run-0 run-1 run-2"
+            browser.value("document.querySelector('.sorted th input[value=\"1\"]').click()")
+            assert browser.value(ORDER) == "run-1 run-0 run-2"
+            browser.value("document.querySelector('.sorted .reversed').click()")
+            assert browser.value(ORDER) == "run-2 run-0 run-1"
+        place = browser.value(
+            "(() => { const box = document.querySelectorAll('.tip')[5].querySelector('rect').getBoundingClientRect();"
+            "window.scrollTo(0, box.top - 100);"
+            "const at = document.querySelectorAll('.tip')[5].querySelector('rect').getBoundingClientRect();"
+            "return [at.left + at.width / 2, at.top + at.height / 2] })()"
+        )
+        visible = "[...document.querySelectorAll('.tip text')].filter(e => getComputedStyle(e).visibility == 'visible')"
+        assert browser.value(f"{visible}.length") == 0
+        browser.ask("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
+        assert browser.value(f"{visible}.map(e => e.textContent).join()").startswith("step 6, 96 samples seenrun-0 ")
 
 
 def test_a_page_of_a_million_steps_is_small_and_keeps_outliers(tmp_path, shards, capsys):
@@ -447,6 +601,12 @@ def test_a_run_updates_its_page_and_a_comparison_finds_the_first_different_step(
         assert [samples, right, times] == [confusion[label].sum(), confusion[label, label], mistakes.max()]
         assert other == (mistakes.argmax() if times else -1)
     assert len(record["classes"]) == 10
+    assert len(record["confusions"]) == np.count_nonzero(confusion) - np.count_nonzero(confusion.diagonal())
+    for label, other, times in record["confusions"]:
+        assert times == confusion[label, other]
+    losses = [-float(output[label].log()) for label, output in outputs.values()]
+    (evaluated,) = read_metrics(folder, "evaluate")
+    assert evaluated["held_out"]["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     is_wrong = [example["predicted"] not in example["labels"] for example in examples]
     mistakes = [example["confidence"] for example in examples if example["predicted"] not in example["labels"]]
     hits = [example["confidence"] for example in examples if example["predicted"] in example["labels"]]
