@@ -282,11 +282,18 @@ def listing(contents: dict[str, bytes], prefix: str) -> bytes:
 
 @contextmanager
 def store(scheme: str, files: Files, proxy: Proxy | None = None) -> Iterator[Proxy]:
-    """Run a store with the files in its bucket `images`, and a proxy to which the environment directs clients."""
+    """Run a store with the files in its bucket `images`, and a proxy to which the environment directs clients.
+
+    Clients of another test's store are forgotten, because they keep its address.
+    """
     proxy = proxy or Proxy()
     start = {"s3": s3, "gs": gs, "az": az}[scheme]
-    with served(proxy.handler()) as port, start(proxy, port, files):
-        yield proxy
+    urls.forget_credentials()
+    try:
+        with served(proxy.handler()) as port, start(proxy, port, files):
+            yield proxy
+    finally:
+        urls.forget_credentials()
 
 
 def objects(bucket: Any, run: str) -> dict[str, bytes]:

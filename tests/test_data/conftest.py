@@ -17,10 +17,8 @@ BUCKET = "images"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Proxy]:
-    urls.forget_credentials()
     with store("s3", {}) as proxy:
         yield proxy
-    urls.forget_credentials()
 
 
 @pytest.fixture

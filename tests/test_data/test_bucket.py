@@ -231,7 +231,6 @@ def test_forked_process_has_a_separate_client(run) -> None:
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_clients_of_other_stores_support_all_operations_of_a_run(scheme, proxy, tmp_path) -> None:
     """A store that would let two owners commit is refused: Google's emulator ignores conditions."""
-    urls.forget_credentials()
     with store(scheme, {}):
         folder = Bucket(f"{scheme}://images/run", SCRATCH)
         (tmp_path / "file").write_bytes(b"content")
@@ -250,7 +249,6 @@ def test_clients_of_other_stores_support_all_operations_of_a_run(scheme, proxy, 
             assert folder.create_once("name", b"mine")
             assert not folder.create_once("name", b"another's")
             assert folder.read("name") == b"mine"
-    urls.forget_credentials()
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,6 @@ def storage(request, local, tmp_path_factory):
         proxy.set = f"{request.param}://images/set"
         proxy.index = build_index(local.directory, output=tmp_path_factory.mktemp("i"), name="train", at=proxy.set)
         yield proxy
-    urls.forget_credentials()
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from data.bucket import Bucket
 from data.checks import redacted
 from data.error_pages import words_of
 from data.errors import DataError, StorageError
-from data.remote import urls
 from data.remote.config import CacheConfig
 from data.shards.indexing import build_index
 from data.shards.reader import ShardReader
@@ -70,10 +69,8 @@ def a_tar(folder: Path) -> Path:
 def named(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The scheme of a store with a folder for each of LETTERS, whose tar has it in its name too."""
     tar = a_tar(tmp_path)
-    urls.forget_credentials()
     with store(request.param, {f"set{letters}/t{letters}0.tar": tar for letters in LETTERS}):
         yield request.param
-    urls.forget_credentials()
 
 
 def test_keys_of_any_characters_are_indexed_and_read(named: str, tmp_path: Path) -> None:
@@ -134,10 +131,8 @@ def test_other_contents_are_not_mistaken_for_error_pages(content: bytes) -> None
 
 @pytest.fixture
 def s3(tmp_path: Path) -> Iterator[Proxy]:
-    urls.forget_credentials()
     with store("s3", {"set/a.tar": a_tar(tmp_path)}) as proxy:
         yield proxy
-    urls.forget_credentials()
 
 
 @pytest.mark.parametrize("page", [EXPIRED, SIGN_IN, QUOTA])
@@ -164,7 +159,6 @@ def test_an_error_page_instead_of_a_list_is_quoted_at_once(
 ) -> None:
     words = words_of(page)
     assert words
-    urls.forget_credentials()
     with store(scheme, {"set/a.tar": a_tar(tmp_path)}) as proxy:
         asked: list[str] = []
         # Azure's client first asks with HEAD whether the folder is an object; such an answer has no words.
@@ -181,12 +175,10 @@ def test_an_error_page_instead_of_a_list_is_quoted_at_once(
         with pytest.raises(StorageError, match=f"sent an error page: {words}"):
             Bucket(f"{scheme}://images/run", tmp_path).list("stage")
         assert len(asked) == 1
-    urls.forget_credentials()
 
 
 def test_an_error_that_arrives_after_a_copy_has_begun_is_retried(tmp_path: Path) -> None:
     """S3 answers 200 to the end of a large upload before it has joined the parts; the body may report an error."""
-    urls.forget_credentials()
     with store("s3", {}) as proxy:
         bucket = Bucket("s3://images/run", tmp_path)
         bucket.retry.backoff_s = 0.01
@@ -206,19 +198,16 @@ def test_an_error_that_arrives_after_a_copy_has_begun_is_retried(tmp_path: Path)
         )
         assert len(ends) == 2
         assert bucket.list() == {"large": 12 << 20}
-    urls.forget_credentials()
 
 
 @pytest.mark.parametrize("content", [EXPIRED, SIGN_IN, QUOTA])
 def test_an_object_of_a_run_may_have_the_content_of_an_error_page(content: bytes, tmp_path: Path) -> None:
     for scheme in ("s3", "gs", "az"):
-        urls.forget_credentials()
         with store(scheme, {}):
             bucket = Bucket(f"{scheme}://images/run", tmp_path)
             bucket.put("stage/status.json", content)
             assert bucket.read("stage/status.json") == content
             assert bucket.list("stage") == {"stage/status.json": len(content)}
-    urls.forget_credentials()
 
 
 def test_an_error_page_instead_of_a_known_shard_is_quoted_at_once_and_not_stored(s3: Proxy, tmp_path: Path) -> None:

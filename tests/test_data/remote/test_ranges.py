@@ -40,7 +40,6 @@ def s3(local, tmp_path_factory):
         at = "s3://images/set"
         proxy.index = build_index(local.directory, output=tmp_path_factory.mktemp("i"), name="train", at=at)
         yield proxy
-    urls.forget_credentials()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import models
-from data.remote import urls
 from jobs.__main__ import main
 from pipeline import artifacts
 from tests.support.golden import GOLDEN, needs_golden
@@ -185,7 +184,6 @@ def test_weights_of_a_run_in_a_store_have_the_same_names_as_in_a_folder(ours, tm
     for path in (tmp_path / "x").rglob("*.*"):
         files[f"runs/{path.relative_to(tmp_path)}"] = path
     with store("s3", files) as proxy:
-        urls.forget_credentials()  # of the store of an earlier test
         for number, name in enumerate(("finetune", "finetune-00000001", "")):
             target = str(tmp_path / f"out-{number}")
             assert main(["export", f"s3://images/runs/x/{name}".rstrip("/"), target, "--format", "safetensors"]) == 0
@@ -201,7 +199,6 @@ def test_weights_of_a_run_in_a_store_have_the_same_names_as_in_a_folder(ours, tm
         ):
             assert main(["export", f"s3://images/runs/{name}", str(tmp_path / "no"), "--format", "hf"]) != 0
             assert words in capsys.readouterr().err
-    urls.forget_credentials()
 
 
 def test_the_next_commands_printed_for_a_run_in_a_store_work(recipe, shards, tmp_path, capsys, monkeypatch):
@@ -212,7 +209,6 @@ def test_the_next_commands_printed_for_a_run_in_a_store_work(recipe, shards, tmp
     monkeypatch.chdir(tmp_path / "elsewhere")
     words = [str(recipe), "run=s3://images/runs/tiny", f"cluster.scratch={tmp_path / 'scratch'}"]
     with store("s3", {}):
-        urls.forget_credentials()  # of the store of an earlier test
         assert main(["run", *words, "pretrain.steps=6"]) == 0
         printed = capsys.readouterr().out.partition("next, for example:\n")[2]
         commands = [line.strip() for line in printed.splitlines() if line.startswith("  python -m jobs ")]
@@ -223,7 +219,6 @@ def test_the_next_commands_printed_for_a_run_in_a_store_work(recipe, shards, tmp
             assert main(shlex.split(command)[3:]) == 0, command
     verbs = [command.split()[3] for command in commands]
     assert verbs == ["report", "evaluate", "export", "analyze"]
-    urls.forget_credentials()
 
 
 @pytest.mark.parametrize("command", ["import", "export"])

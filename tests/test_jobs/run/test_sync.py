@@ -22,7 +22,6 @@ import pytest
 
 from data.bucket import Bucket
 from data.errors import DataError
-from data.remote import urls
 from jobs.run.sync import fetch_small_files
 from tests.support import hosts
 from tests.support.ray_hosts import Driver, RayHosts
@@ -64,7 +63,6 @@ def small(tmp_path: Path, shards: Path) -> Path:
 def proxy() -> Iterator[Proxy]:
     with store("s3", {}) as made:
         yield made
-    urls.forget_credentials()
 
 
 @pytest.fixture

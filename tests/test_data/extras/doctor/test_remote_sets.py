@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from data.extras.doctor.doctor import check
-from data.remote import urls
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.sources.samples import digits
@@ -24,7 +23,6 @@ def faulty(tmp_path: Path) -> Iterator[Proxy]:
     with store("s3", files) as proxy:
         proxy.index = build_index(local.directory, output=tmp_path / "index", name="train", at="s3://images/set")
         yield proxy
-    urls.forget_credentials()
 
 
 def test_the_doctor_looks_at_remote_sets_too(faulty, tmp_path, monkeypatch):

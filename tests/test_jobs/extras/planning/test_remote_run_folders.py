@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from data.bucket import Bucket
-from data.remote import urls
 from jobs import ownership
 from jobs.extras.planning.run_folders import readable_run
 from jobs.ownership import Lease
@@ -18,10 +17,8 @@ from tests.support.stores import store
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Return the URL of a run; an owner renews its lease five times a second."""
     monkeypatch.setattr(ownership, "PERIOD_S", 0.2)
-    urls.forget_credentials()
     with store("s3", {}):
         yield f"s3://images/runs/{tmp_path.name}"
-    urls.forget_credentials()
 
 
 def files_of(folder: Path) -> dict[str, str]:
