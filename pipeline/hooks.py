@@ -129,8 +129,8 @@ def load_classes(names: Iterable[str]) -> list[type[Hook]]:
 
 
 def compose(*parts: type[TrainConfig]) -> type[TrainConfig]:
-    """Return a config class that combines the flat keys of `parts`, all subclasses of TrainConfig."""
-    return _composed(parts)
+    """Return a config class that combines the flat keys of `parts`: TrainConfig and its subclasses, in any number."""
+    return _composed(tuple(part for part in dict.fromkeys(parts) if part is not TrainConfig))
 
 
 @cache
@@ -171,8 +171,7 @@ def plain_values(cfg: TrainConfig, parts: Sequence[type[TrainConfig]] = ()) -> d
 
 def build_config(values: object, names: Iterable[str] = ()) -> TrainConfig:
     """Build a task's config from plain values, including the keys that the named hooks add."""
-    parts = dict.fromkeys(hook.Config for hook in load_classes(names) if hook.Config is not TrainConfig)
-    return config.build(compose(*parts), values, "config")
+    return config.build(compose(*(hook.Config for hook in load_classes(names))), values, "config")
 
 
 def masked_by(hooks: Sequence[Hook], step: int, shard: np.ndarray, sample: np.ndarray) -> np.ndarray | None:

@@ -25,6 +25,7 @@ def test_composed_config_has_the_keys_and_checks_of_all_parts() -> None:
     core = [field.name for field in dataclasses.fields(TrainConfig)]
     assert sorted(keys) == sorted([*core, "begin", "law", "thinning", "keep_best", "patience"])
     assert composed is compose(*parts), "configs of two stages are compared"
+    assert compose(TrainConfig, *parts, TrainConfig) is composed  # hooks without keys have TrainConfig
 
     built = config.build(composed, {"steps": 10, "keep_best": "accuracy", "evaluate_every": 5}, "pretrain")
     assert isinstance(built, BestConfig)
