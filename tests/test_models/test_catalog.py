@@ -45,6 +45,22 @@ def test_macs_of_a_map_head_are_its_products():
 
 
 @pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"pool": "map", "registers": 2},
+        {"pool": "map", "registers": 2, "pool_prefix": True, "map_mlp": 7},
+        {"pool": "gap", "activation": "swiglu", "mlp": 24, "qkv_bias": "qv"},
+        {"positions": "sincos2d", "positions_at": "every", "class_slot": False, "qk_norm": True},
+    ],
+)
+@pytest.mark.parametrize("kept", [None, 4])
+def test_macs_from_the_sizes_of_layers_are_those_of_counted_operations(switches, kept):
+    config = models.config_of("mu/8", (16, 24), 5, representation=10, **switches)
+    assert models.macs_of(config, kept) == catalog._counted_macs(config, kept)
+
+
+@pytest.mark.parametrize(
     ("name", "epochs", "exaflops", "bar"),  # the paper's table 6; bars of the accounting rule
     [
         ("B/32", 7, 55, 0.025),  # printed as 55, 56.3 by the rule that fits all others
