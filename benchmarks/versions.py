@@ -35,6 +35,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessException
 
 import models
 from pipeline.engine.deepspeed import import_deepspeed
@@ -232,7 +233,7 @@ def run(function: Callable[..., None], world: int, precision: str, zero: int) ->
     with tempfile.TemporaryDirectory() as folder:
         try:
             mp.start_processes(function, (folder, precision, zero), world, start_method="fork")
-        except mp.ProcessException as error:
+        except ProcessException as error:
             path = Path(folder) / f"{error.error_index}.json"
             if not path.exists():  # killed by a signal
                 return {"error": str(error)}
