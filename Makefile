@@ -6,7 +6,8 @@
 # make test   all tests but the long ones, three at a time; says at the end how long each area took
 # make soak   the long tests, make check-oldest, an hour of 48 readers on an emulated Hub, then an hour of faults;
 #             MINUTES=5 makes both shorter, SEED=7 repeats the faults
-# make check-oldest  the quick tests with Python 3.12 and torch 2.11, in .venv-oldest
+# make check-oldest  the quick tests with Python 3.12 and torch 2.11, in .versions/torch-2.11
+# make versions  three releases of torch with four of DeepSpeed, compared bit for bit at every ZeRO stage, in .versions
 # make gpu    what only a GPU can show: its tests and benchmarks, one page that grows; DEVICE=cpu rehearses it
 # make gpu-bundle  .gpu/: what a GPU machine without network, Ray and DeepSpeed lacks to run `make gpu`
 # make lint   style and types
@@ -30,10 +31,12 @@ CONSTRAIN := sed -E -e '/^(triton|nvidia-|cuda-)/d' -e 's/^(torch|torchvision)=+
 INDEX := --extra-index-url $(CPU_INDEX)
 endif
 
-# An environment with the oldest torch that pyproject.toml allows.
-OLDEST ?= .venv-oldest
-OLDEST_PYTHON ?= python3.12
-OLDEST_TORCH ?= 2.11
+# Environments with other releases of torch, and folders with releases of DeepSpeed.
+VERSIONS ?= .versions
+VERSIONS_PYTHON ?= python3.12
+TORCHES ?= 2.11 2.13 2.15
+DEEPSPEEDS ?= 0.19.4 0.19.6 0.19.7 0.19.8
+OLDEST := $(VERSIONS)/torch-$(firstword $(TORCHES))
 
 PRINT_REQUIREMENTS := 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*p["dependencies"], *p["optional-dependencies"]["test"], sep="\n")'
@@ -41,7 +44,7 @@ PRINT_REQUIREMENTS := 'import tomllib; p = tomllib.load(open("pyproject.toml", "
 # Images of containers often forbid Python to keep compiled modules: then each of a thousand test processes compiles again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env demo cluster-demo check check-oldest test soak gpu gpu-bundle lint
+.PHONY: env demo cluster-demo check check-oldest versions test soak gpu gpu-bundle lint
 
 env: $(STAMP)
 
@@ -70,12 +73,20 @@ check: lint
 check-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest -p no:cacheprovider -m "quick and not slow"
 
+versions: env $(TORCHES:%=$(VERSIONS)/torch-%/.installed) $(DEEPSPEEDS:%=$(VERSIONS)/deepspeed-%/.installed)
+	$(BIN)/python -m benchmarks.versions $(VERSIONS)
+
 # torch and the libraries that it brings have versions of their own there.
-$(OLDEST)/.installed: pyproject.toml constraints.txt
-	test -x $(OLDEST)/bin/python || $(OLDEST_PYTHON) -m venv $(OLDEST)
-	grep -vE '^(torch|torchvision|triton|nvidia-[^=]*|cuda-[^=]*)=' constraints.txt > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -c $(PRINT_REQUIREMENTS) > $@.txt
-	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt --requirement $@.txt 'torch==$(OLDEST_TORCH).*'
+$(VERSIONS)/torch-%/.installed: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(VERSIONS_PYTHON) -m venv $(@D)
+	grep -vE '^(torch|torchvision|triton|nvidia-[^=]*|cuda-[^=]*)=' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -c $(PRINT_REQUIREMENTS) > $@.txt
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --requirement $@.txt 'torch==$*.*'
+	@touch $@
+
+# Only the package: its requirements are in every environment.
+$(VERSIONS)/deepspeed-%/.installed: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) 'deepspeed==$*'
 	@touch $@
 
 # Three processes on two cores, because tests wait for a quarter of their time. Each takes one file after the other, the

@@ -1,6 +1,6 @@
 """Compare releases of torch and DeepSpeed: the same steps with every pair, and with plain torch, bit for bit.
 
-    make versions                             install three releases of each, and run this
+    make versions                             install three releases of torch and four of DeepSpeed, and run this
     python -m benchmarks.versions FOLDER      every pair of FOLDER/torch-* (environments) and FOLDER/deepspeed-*
 
 1. Each pair runs in its own process: the environment's Python, with the DeepSpeed folder first on its path.
@@ -35,6 +35,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessException
 
 import models
 from pipeline.engine.deepspeed import import_deepspeed
@@ -59,6 +60,7 @@ OPTIM = OptimConfig(lr=1e-3, clip=0.0)
 BUCKETS = 4  # buckets of gradients in a backward pass; models of more than 50 million parameters have several
 MODEL = models.config_of("Ti/16", IMAGE_SIZE, CLASSES, depth=2)
 LONGEST_ERROR = 400  # characters
+LONGEST_LIST = 2  # differences
 TIMEOUT_S = 1800.0
 
 
@@ -74,7 +76,7 @@ class Outcome:
     weights: str  # digest of the fp32 weights after the last step
     plain_losses: list[str]  # the same of plain torch
     plain_weights: str
-    refused: list[str]  # differences found by the engine check
+    refused: list[str]  # the first differences found by the engine check
     error: str = ""  # the error, if the case cannot run
 
     @property
@@ -216,7 +218,7 @@ def results_of_worker(rank: int, folder: str, precision: str, zero: int) -> dict
     cfg: Any = SimpleNamespace(
         zero=zero, precision=precision, exact_parts=0, checkpoint_blocks=0, deepspeed=None, optim=OPTIM
     )
-    refused = hook.check(cfg, MODEL, device)
+    refused = hook.check(cfg, MODEL, device)[:LONGEST_LIST]
     dist.barrier()
     dist.destroy_process_group()
     return {"losses": losses, "weights": digest_of(weights), "refused": refused}
@@ -232,7 +234,7 @@ def run(function: Callable[..., None], world: int, precision: str, zero: int) ->
     with tempfile.TemporaryDirectory() as folder:
         try:
             mp.start_processes(function, (folder, precision, zero), world, start_method="fork")
-        except mp.ProcessException as error:
+        except ProcessException as error:
             path = Path(folder) / f"{error.error_index}.json"
             if not path.exists():  # killed by a signal
                 return {"error": str(error)}
