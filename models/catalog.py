@@ -138,10 +138,11 @@ def macs_of(config: ModelConfig, kept_patches: int | None = None) -> int:
     Counted as in the paper, including the last block's work on tokens that pooling does not read. With `kept_patches`,
     only this many patches pass through the blocks, as in `ViT.encode`.
     """
-    is_plain = type(config) is ViTConfig and config.stem is None
-    if is_plain and config.positions != "relative" and config.rope == "none":
-        return _macs_of_layers(config, kept_patches)
-    return _counted_macs(config, kept_patches)
+    if type(config) is not ViTConfig or config.stem is not None:
+        return _counted_macs(config, kept_patches)
+    if config.positions == "relative" or config.rope != "none":
+        return _counted_macs(config, kept_patches)
+    return _macs_of_layers(config, kept_patches)
 
 
 def _macs_of_layers(config: ViTConfig, kept_patches: int | None) -> int:
