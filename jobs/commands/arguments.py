@@ -1,6 +1,7 @@
 """Arguments and options shared by several commands, suggestions for mistyped paths, and the handling of SIGTERM."""
 
 import difflib
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -41,7 +42,12 @@ def stoppable() -> Iterator[None]:
 
 
 def near_path(path: str) -> str:
-    """Return "; did you mean 'photos/cat'?" if a file or folder with a similar name exists; otherwise ""."""
+    """Return "; did you mean 'photos/cat'?" if a file or folder with a similar name exists; otherwise "".
+
+    For a broken symbolic link, return its target.
+    """
+    if Path(path).is_symlink():
+        return f"; it is a symbolic link to {os.readlink(path)}, which does not exist or leads back to the link"
     near = similar_path(path)
     return "" if near is None else f"; did you mean {str(near)!r}?"
 

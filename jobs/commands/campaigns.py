@@ -11,7 +11,7 @@ from data.errors import ConfigError
 from data.files import state_folder
 from data.storage import Folder
 from jobs.answer import Answer, Document
-from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe
+from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe, near_path
 
 if TYPE_CHECKING:
     from jobs.resolved_recipe import Campaign, Kinds
@@ -102,6 +102,8 @@ def recipe_path(recipe: str) -> Path:
             hint = f"it is a run directory: use its recipe; for its progress, run python -m jobs status {recipe}"
         elif path.is_dir() and path.with_name(f"{path.name}.yaml").is_file():
             hint = f"did you mean {path.with_name(path.name)}.yaml?"
+        elif path.is_symlink() and not path.exists():
+            hint = near_path(recipe).removeprefix("; ")
         elif path.is_dir():
             hint = f"to write a recipe for the images in it, run python -m jobs new {shlex.quote(recipe)}"
         elif close:

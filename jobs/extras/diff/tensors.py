@@ -12,6 +12,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,7 +134,7 @@ def tensors_of(path: str, *, with_moments: bool) -> Iterator[Tensors]:
             # Compare whole parameters, because the checkpoints can come from different numbers of workers.
             reader = Reader(folder, manifest.files)
             for name, kind in reader.pieces:
-                states[name, kind] = lambda name=name, kind=kind: whole_state(reader, name, kind)
+                states[name, kind] = partial(whole_state, reader, name, kind)
         else:
             for name, value in export(folder, model_of(folder)).items():
                 states[name, WEIGHTS] = value.detach

@@ -2,11 +2,13 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from data.errors import Preempted
-from jobs.commands.arguments import stoppable
+from jobs.__main__ import main
+from jobs.commands.arguments import near_path, stoppable
 
 pytestmark = pytest.mark.quick
 
@@ -26,3 +28,21 @@ def test_the_previous_handler_is_restored_without_a_signal():
     with stoppable():
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(("target", "words"), [("gone.yaml", "gone.yaml"), ("link.yaml", "link.yaml")])
+@pytest.mark.parametrize("command", [["plan"], ["pack", "folder"], ["predict"], ["new"], ["export"]])
+def test_a_broken_link_is_reported_with_its_target(target, words, command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("link.yaml").symlink_to(target)
+    assert main([*command, "link.yaml", *(["out"] if command != ["plan"] and command != ["new"] else [])]) != 0
+    error = capsys.readouterr().err
+    assert f"is a symbolic link to {words}, which does not exist or leads back to the link" in error
+    assert "did you mean 'link.yaml'" not in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.yaml"]
+
+
+def test_a_similar_name_is_suggested(tmp_path):
+    (tmp_path / "photos").mkdir()
+    assert near_path(f"{tmp_path}/photso") == f"; did you mean '{tmp_path}/photos'?"
+    assert near_path(f"{tmp_path}/elephant") == ""
