@@ -72,7 +72,6 @@ class StageKind:
     makes_weights = False  # other stages can start from its weights
     needs_workers = True  # False: the driver does the work
     trains = False  # `config` is a TrainConfig
-    checks_budget = False  # `check_campaign` compares the stages with the recipe's `budget`
     missing_module = ""  # set for a kind whose module is not in this checkout
 
     def run(self, cfg: Any, context: "Context") -> Mapping[str, Any]:
@@ -82,10 +81,6 @@ class StageKind:
     def is_input(self, cfg: Any, field_name: str) -> bool:
         """Return whether the stage's key depends on the content of this field's input instead of its path."""
         return True
-
-    def missing(self, cfg: Any) -> Iterable[str]:
-        """Return a message for each field in `files` whose file does not exist."""
-        return ()
 
     def sets(self, cfg: Any) -> Collection[str]:
         """Return the names of the data sets that the stage writes; other stages read them as "@stage/set"."""
@@ -168,9 +163,6 @@ class StageKind:
         Raises ConfigError or DataError if this stage could not use the parent's output.
         """
 
-    def check_campaign(self, campaign: "Campaign") -> None:
-        """Raise ConfigError if a campaign cannot run although each of its stages has passed its checks."""
-
     def make_absolute(
         self, name: str, section: dict[str, Any], patterns: Sequence[str], absolute: "MakeAbsolute"
     ) -> None:
@@ -242,7 +234,7 @@ class Stage:
     # Inputs in the key → digest of their content, or the key of the stage that writes them.
     inputs: Mapping[str, str] = field(default_factory=dict)
     eval_inputs: Mapping[str, str] = field(default_factory=dict)  # the same for data sets not in the key
-    missing: tuple[str, ...] = ()  # messages about missing inputs from outside the campaign
+    missing: "tuple[MissingInput, ...]" = ()  # missing inputs from outside the campaign
 
     @property
     def is_run(self) -> bool:
@@ -356,7 +348,6 @@ class Context:
 
 # ------------------------------------------------------------------------ checks
 
-INPUTS = "inputs"  # subject of results about missing inputs
 MEMORY = "memory"  # subject of results about a stage's memory
 ERRORS: dict[int, type[PatchlineError]] = {
     ExitCode.CONFIG: ConfigError,
@@ -381,11 +372,33 @@ class CheckResult:
         text, _, remedy = (error_text(error) if isinstance(error, OSError) else str(error)).partition("\n")
         return CheckResult("FAIL", subject, text, remedy, ExitCode(exit_code(error)))
 
+    @property
+    def message(self) -> str:
+        """Return the text and the remedy."""
+        return f"{self.text}\n{self.remedy}".rstrip("\n")
+
     def error(self) -> PatchlineError:
         """Convert this result, which must have level FAIL, to an exception."""
-        error = ERRORS.get(self.exit_code, PatchlineError)(f"{self.text}\n{self.remedy}".rstrip("\n"))
+        error = ERRORS.get(self.exit_code, PatchlineError)(self.message)
         error.exit_code = self.exit_code
         return error
+
+
+@dataclass(frozen=True)
+class MissingInput(CheckResult):
+    """A FAIL for an input from outside the campaign that does not exist or cannot be used."""
+
+    stage: str = ""
+    field: str = ""  # the field of the stage's config that names the input: data.train
+    path: str = ""
+    problem: str = ""  # in one line
+
+    @staticmethod
+    def at(stage: str, field: str, path: str, message: str) -> "MissingInput":
+        """Return the result for an input; the first line of `message` is the problem."""
+        problem, _, remedy = message.partition("\n")
+        text = f"{stage}.{field}: {problem}"
+        return MissingInput("FAIL", "inputs", text, remedy, ExitCode.DATA, stage, field, path, problem)
 
 
 def index_if_made(path: str) -> Index | None:

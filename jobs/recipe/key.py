@@ -17,13 +17,12 @@ from data.errors import ConfigError, DataError
 from data.images.augment import RESIZE_BEFORE_RANDOM_CROP
 from data.images.preprocess import corrections
 from data.index.document import load_index
-from jobs.resolved_recipe import Kinds, Reads, Stage, reference
+from jobs.resolved_recipe import Kinds, MissingInput, Reads, Stage, reference
 from jobs.stage_folders import TABLE
 from models import ModelConfig
 from models.checks import did_you_mean
 from models.weights.folder import CONFIG
 from pipeline import artifacts, config
-from pipeline.config import require
 from pipeline.evaluation import any_weights
 
 SCHEMA = 1  # version of the outputs of stages; increasing it makes every stage run again
@@ -37,7 +36,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     same weights.
     """
     # 1. A digest for the content of each input.
-    missing: list[str] = []
+    missing: list[MissingInput] = []
     keys: dict[str, str] = {}
     inputs = stage.kind.inputs_of(stage.config)
     links = stage.links
@@ -48,7 +47,8 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
             check_part(f"{stage.name}.{field_name}", value, reads, parent, part, kinds)
             keys[field_name] = f"{parent.key}/{part}"
             continue
-        require(value != "???", f"{stage.name}.{field_name} is missing\n  expected a path, or @stage")
+        if value == "???":
+            raise ConfigError(f"{stage.name}.{field_name} is missing\n  expected a path, or @stage")
         try:
             if (reads, value) not in digests:
                 # Log nothing while a recipe is read; the check of the weights is logged when the stage starts.
@@ -77,9 +77,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
                 if reads in (Reads.WEIGHTS, Reads.ANY_WEIGHTS):
                     expected = "a folder with weights, or @stage"
                 text = f"cannot be read: {error}\n  expected {expected}"
-            missing.append(f"{stage.name}.{field_name}: {text}")
-    for message in stage.kind.missing(stage.config):
-        missing.append(f"{stage.name}.{message}")
+            missing.append(MissingInput.at(stage.name, field_name, value, text))
 
     # 2. The inputs in the key: those that must not change on resume. A test set may change before a resume, so it is
     # tagged "warn". For a value determined by another stage, the key contains that stage's key and the placeholder.
@@ -158,11 +156,11 @@ def check_part(field_name: str, value: str, reads: Reads, parent: Stage, part: s
             )
     elif reads not in (Reads.OUTCOME, Reads.TABLE, Reads.FILE):
         sets = parent.kind.sets(parent.config)
-        require(
-            bool(sets),
-            f"{field_name} is {value}, but a {parent.kind.name} stage writes no data set\n"
-            "  expected @STAGE/SET with a pack stage, or the path of an index",
-        )
+        if not sets:
+            raise ConfigError(
+                f"{field_name} is {value}, but a {parent.kind.name} stage writes no data set\n"
+                "  expected @STAGE/SET with a pack stage, or the path of an index"
+            )
         if part not in sets:
             references = [f"@{parent.name}/{name}" for name in sets]
             raise ConfigError(
@@ -171,11 +169,11 @@ def check_part(field_name: str, value: str, reads: Reads, parent: Stage, part: s
             )
 
 
-def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> ModelConfig | None:
+def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[MissingInput]) -> ModelConfig | None:
     """Return the architecture of a stage's model, given by the recipe and any initial weights.
 
     Returns None if the stage has no model, or if its initial weights do not exist yet. If the weights have no model
-    config, a message is added to `missing`.
+    config, they are added to `missing`.
     """
 
     def source_model(init: str) -> ModelConfig | None:
@@ -185,10 +183,11 @@ def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> 
             return earlier[parent_name].model
         source = model_at(init)
         if source is None:
-            missing.append(
-                f"{stage.name}.init: {init} has no {CONFIG}, so the architecture of the weights is unknown\n"
+            problem = (
+                f"{init} has no {CONFIG}, so the architecture of the weights is unknown\n"
                 "  expected a folder written by a stage or by python -m jobs import, or @stage"
             )
+            missing.append(MissingInput.at(stage.name, "init", init, problem))
         return source
 
     try:
