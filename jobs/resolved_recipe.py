@@ -218,18 +218,24 @@ def reference(value: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a recipe; `key.resolve` fills in the fields from `model` on."""
+    """One stage of a recipe; `key.resolve` fills in the fields from `model` on.
+
+    The values that other stages determine (`references`) become known while the campaign runs; until then, `config` has
+    placeholders for them.
+    """
 
     name: str
     kind: StageKind
     config: Any  # an instance of the kind's config
     source: str  # its section in the recipe; a sweep's section becomes several stages
     references: Mapping[str, str] = field(default_factory=dict)  # field → "@stage/name" that determines its value
-    pending: tuple[str, ...] = ()  # fields of `references` with unknown values: `config` has placeholders for them
-
+    chosen: Mapping[str, object] = field(default_factory=dict)  # field of `references` → its value, if known
     # input field → "@stage/part" or a path; includes `references`
     parents: Mapping[str, str] = field(default_factory=dict)
+    reads: Mapping[str, Reads] = field(default_factory=dict)  # input field → its type, except for `references`
+
     model: ModelConfig | None = None  # the model after the stage; None if there is no model or it is unknown
+    keeps_head: bool = False  # whether the model has the head of its initial weights, whose class ids then apply
     key: str = ""
     # Inputs in the key → digest of their content, or the key of the stage that writes them.
     inputs: Mapping[str, str] = field(default_factory=dict)
@@ -240,6 +246,11 @@ class Stage:
     def is_run(self) -> bool:
         """Return whether the stage is a run of a sweep: one of several stages expanded from the same section."""
         return self.name != self.source
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Return the fields of `references` with unknown values."""
+        return tuple(name for name in self.references if name not in self.chosen)
 
     @property
     def links(self) -> dict[str, tuple[str, str]]:

@@ -137,8 +137,10 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
         kind, stage_config = read_section(name, placeholders.fill(name, references), kinds)
         # Inputs from other runs may be given without the stage's key: runs/x/parts/train.
         parents: dict[str, str] = {}
+        types: dict[str, Reads] = {}
         for field, (path, reads) in kind.inputs_of(stage_config).items():
             parents[field] = path
+            types[field] = reads
             if reference(path) is not None or path == "???" or reads in (Reads.FILE, Reads.OUTCOME):
                 continue
             if (path, reads) not in folders:
@@ -152,7 +154,9 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
                 stage_config = with_field(stage_config, field.split("."), folders[path, reads])
                 parents[field] = folders[path, reads]
         parents |= references
-        stages[name] = Stage(name, kind, stage_config, section.source, references, tuple(references), parents)
+        stages[name] = Stage(
+            name, kind, stage_config, section.source, references=references, parents=parents, reads=types
+        )
     ordered = in_order({name: stages[name] for name in expanded})
 
     # 3. A run in an object store also has a local folder, named after the URL so that it is the same on all nodes.

@@ -38,9 +38,9 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     # 1. A digest for the content of each input.
     missing: list[MissingInput] = []
     keys: dict[str, str] = {}
-    inputs = stage.kind.inputs_of(stage.config)
     links = stage.links
-    for field_name, (value, reads) in inputs.items():
+    for field_name, reads in stage.reads.items():
+        value = stage.parents[field_name]
         if field_name in links:
             parent_name, part = links[field_name]
             parent = earlier[parent_name]
@@ -79,7 +79,11 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
                 text = f"cannot be read: {error}\n  expected {expected}"
             missing.append(MissingInput.at(stage.name, field_name, value, text))
 
-    # 2. The inputs in the key: those that must not change on resume. A test set may change before a resume, so it is
+    # 2. The model, unless the initial weights are missing or damaged.
+    if keys.get("init") != MISSING:
+        stage = with_model(stage, earlier, missing)
+
+    # 3. The inputs in the key: those that must not change on resume. A test set may change before a resume, so it is
     # tagged "warn". For a value determined by another stage, the key contains that stage's key and the placeholder.
     forbidden = config.tagged(stage.config, "forbid")
     inputs_in_key: dict[str, str] = {}
@@ -103,7 +107,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
         if is_evaluation_field or (selects_weights and name == "evaluate_every"):
             inputs_in_key[name] = keys.get(name, str(warned_value))
 
-    # 3. The key. It contains the digests of inputs instead of their paths, so moving the data does not change it.
+    # 4. The key. It contains the digests of inputs instead of their paths, so moving the data does not change it.
     values = dict(forbidden)
     for name in (*keys, *stage.kind.inputs):
         values.pop(name, None)
@@ -123,16 +127,8 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     if corrected:
         identity["corrected"] = corrected
 
-    stage = replace(
-        stage,
-        key=config.digest(identity),
-        inputs=inputs_in_key,
-        eval_inputs=eval_inputs,
-    )
-    # 4. The model, unless the initial weights are missing or damaged.
-    if keys.get("init") != MISSING:
-        stage = replace(stage, model=model_of(stage, earlier, missing))
-    return replace(stage, missing=tuple(missing))
+    key = config.digest(identity)
+    return replace(stage, key=key, inputs=inputs_in_key, eval_inputs=eval_inputs, missing=tuple(missing))
 
 
 def check_part(field_name: str, value: str, reads: Reads, parent: Stage, part: str, kinds: Kinds) -> None:
@@ -169,20 +165,20 @@ def check_part(field_name: str, value: str, reads: Reads, parent: Stage, part: s
             )
 
 
-def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[MissingInput]) -> ModelConfig | None:
-    """Return the architecture of a stage's model, given by the recipe and any initial weights.
+def with_model(stage: Stage, earlier: Mapping[str, Stage], missing: list[MissingInput]) -> Stage:
+    """Return a stage with the architecture of its model, given by the recipe and any initial weights.
 
-    Returns None if the stage has no model, or if its initial weights do not exist yet. If the weights have no model
-    config, they are added to `missing`.
+    The architecture is None if the stage has no model, or if its initial weights do not exist yet. If the weights have
+    no model config, they are added to `missing`.
     """
+    init = getattr(stage.config, "init", None)
+    source: ModelConfig | None = None
+    if init is not None:
+        link = reference(init)
+        source = model_at(init) if link is None else earlier[link[0]].model
 
     def source_model(init: str) -> ModelConfig | None:
-        link = reference(init)
-        if link is not None:
-            parent_name, _ = link
-            return earlier[parent_name].model
-        source = model_at(init)
-        if source is None:
+        if source is None and reference(init) is None:
             problem = (
                 f"{init} has no {CONFIG}, so the architecture of the weights is unknown\n"
                 "  expected a folder written by a stage or by python -m jobs import, or @stage"
@@ -191,9 +187,11 @@ def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[MissingIn
         return source
 
     try:
-        return stage.kind.model(stage.config, source_model)
+        model = stage.kind.model(stage.config, source_model)
     except ConfigError as error:
         raise ConfigError(f"{stage.name}.{error}") from None
+    keeps_head = init is not None and stage.kind.keeps_head(stage.config, source, model)
+    return replace(stage, model=model, keeps_head=keeps_head)
 
 
 def model_at(folder: str) -> ModelConfig | None:

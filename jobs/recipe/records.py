@@ -15,7 +15,6 @@ from typing import Any
 
 import models
 from jobs.recipe.key import MISSING
-from jobs.recipe.references import known_values
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_folders import RECORD
 from pipeline import artifacts, config
@@ -38,9 +37,8 @@ def stage_record(stage: Stage) -> dict[str, Any]:
         "warn": recorded(config.tagged(stage.config, "warn")),
         "eval_inputs": dict(stage.eval_inputs),
     }
-    known = known_values(stage)
-    if known:
-        record["chosen"] = known
+    if stage.chosen:
+        record["chosen"] = dict(stage.chosen)
     return record
 
 
@@ -49,18 +47,19 @@ def forbidden_fields(stage: Stage) -> dict[str, object]:
     fields = config.tagged(stage.config, "forbid")
     fields.pop("model", None)
     if stage.model:
-        for name, value in models.to_dict(stage.model).items():
+        # The result is compared with a stage.json, in which tuples are lists.
+        for name, value in config.as_json(models.to_dict(stage.model)).items():
             fields[f"model.{name}"] = value
     for field, key in stage.inputs.items():
         fields[f"content of {field}"] = key
-    # The result is compared with a stage.json, in which tuples are lists.
-    return recorded(config.as_json(fields))
+    return recorded(fields)
 
 
 def changes_since(folder: Path, stage: Stage) -> dict[str, str]:
     """Return the "forbid" fields that differ from the record in a stage's folder: field → description."""
+    now = forbidden_fields(stage)
     before = recorded(artifacts.read_record(folder / RECORD)["forbid"])
-    return by_field(config.differences(before, forbidden_fields(stage)))
+    return by_field(config.differences(before, now))
 
 
 def by_field(differences: Iterable[str]) -> dict[str, str]:

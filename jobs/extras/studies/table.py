@@ -522,16 +522,17 @@ def check_held_out(table: Stage, run: Stage, available: Available) -> None:
     # Accuracy is measured on data.evaluate, few-shot accuracy on the probe's sets.
     evaluated: dict[str, str] = {}
     others: dict[str, str] = {}
-    for field_name, (path, reads) in run.kind.inputs_of(run.config).items():
+    for field_name, reads in run.reads.items():
         if reads is not Reads.SET:
             continue
+        path = run.parents[field_name]
         if field_name.endswith("train"):
             others[f"{run.name}.{field_name}"] = path
         elif not run.kind.trains or (field_name == "data.evaluate") == (table.config.best == "accuracy"):
             evaluated[f"{run.name}.{field_name}"] = path
-    for field_name, (path, reads) in final_runs[0].kind.inputs_of(final_runs[0].config).items():
+    for field_name, reads in final_runs[0].reads.items():
         if reads is Reads.SET and not field_name.endswith("train"):
-            others[f"{final_runs[0].name}.{field_name}"] = path
+            others[f"{final_runs[0].name}.{field_name}"] = final_runs[0].parents[field_name]
     for key, path in evaluated.items():
         for other_key, other_path in others.items():
             index = available.index(path)
