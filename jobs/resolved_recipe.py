@@ -52,10 +52,6 @@ class SharedClasses:
     trained: Collection[str] = ()  # fields of the training sets, whose class names become those of the model's outputs
 
 
-# Function from `init` to the architecture of these weights; None if the weights are missing.
-SourceModel = Callable[[str], ModelConfig | None]
-
-
 class StageKind:
     """Base class of stage kinds: a kind's inputs, model, checks, and how it runs.
 
@@ -93,8 +89,11 @@ class StageKind:
         """
         return None
 
-    def model(self, cfg: Any, source_model: SourceModel) -> ModelConfig | None:
-        """Return the architecture of the stage's model; None if the stage has no model or the model is unknown."""
+    def model(self, cfg: Any, source: ModelConfig | None) -> ModelConfig | None:
+        """Return the architecture of the stage's model; None if the stage has no model or the model is unknown.
+
+        `source` is the architecture of the initial weights; None if there are none or they do not exist yet.
+        """
         return None
 
     def shared_classes(self, cfg: Any) -> list[SharedClasses]:
@@ -432,7 +431,8 @@ class Available:
     def index(self, value: str) -> Index | None:
         """Return the index of a data set named in the recipe; None if the index does not exist yet."""
         if value not in self.indexes:
-            self.indexes[value] = index_if_made(self.campaign.path_of(value))
+            path = self.campaign.path_of(value)
+            self.indexes[value] = index_if_made(path)
         return self.indexes[value]
 
     def classes(self, value: str) -> int | None:

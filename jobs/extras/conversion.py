@@ -204,7 +204,7 @@ def export(
             artifacts.record_weights(made, record)
     lines = described(model, directory, names, preprocessing, verification)
     # 4. Report differences between the configs, and between the outputs for one random image.
-    for change in differences(models.to_dict(config), models.to_dict(exported.config)):
+    for change in differences(models.to_dict(config), models.to_dict(exported.config)).values():
         lines.append(f"becomes  {change}")
     # Pixel values from −1 to 1, as in normalised images.
     import torch

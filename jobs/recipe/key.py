@@ -51,22 +51,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
             raise ConfigError(f"{stage.name}.{field_name} is missing\n  expected a path, or @stage")
         try:
             if (reads, value) not in digests:
-                # Log nothing while a recipe is read; the check of the weights is logged when the stage starts.
-                if reads is Reads.TABLE:
-                    digest = hashlib.sha256((Path(value) / TABLE).read_bytes()).hexdigest()
-                elif reads is Reads.FILE:
-                    digest = hashlib.sha256(Path(value).read_bytes()).hexdigest()
-                elif reads is Reads.WEIGHTS:
-                    digest = artifacts.check_weights(Path(value), log=lambda text: None).sha256
-                elif reads is Reads.ANY_WEIGHTS:
-                    digest = any_weights.digest_of(value, log=lambda text: None)
-                    # By default, weights are evaluated with the preprocessing recorded with them.
-                    recorded = any_weights.recorded_preprocessing(value)
-                    if recorded is not None:
-                        digest = f"{digest} {recorded.ops}"
-                else:
-                    digest = load_index(value).digest
-                digests[reads, value] = digest
+                digests[reads, value] = digest_of(reads, value)
             keys[field_name] = digests[reads, value]
         # The input does not exist, or its content differs from its recorded digest.
         except (DataError, OSError) as error:
@@ -81,7 +66,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
 
     # 2. The model, unless the initial weights are missing or damaged.
     if keys.get("init") != MISSING:
-        stage = with_model(stage, earlier, missing)
+        stage = with_model(stage, earlier)
 
     # 3. The inputs in the key: those that must not change on resume. A test set may change before a resume, so it is
     # tagged "warn". For a value determined by another stage, the key contains that stage's key and the placeholder.
@@ -131,6 +116,23 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     return replace(stage, key=key, inputs=inputs_in_key, eval_inputs=eval_inputs, missing=tuple(missing))
 
 
+def digest_of(reads: Reads, path: str) -> str:
+    """Return the digest of an input. Raises DataError or OSError if it does not exist or was altered."""
+    if reads is Reads.TABLE:
+        return hashlib.sha256((Path(path) / TABLE).read_bytes()).hexdigest()
+    if reads is Reads.FILE:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    # Log nothing while a recipe is read; the check of the weights is logged when the stage starts.
+    if reads is Reads.WEIGHTS:
+        return artifacts.check_weights(Path(path), log=lambda text: None).sha256
+    if reads is Reads.ANY_WEIGHTS:
+        digest = any_weights.digest_of(path, log=lambda text: None)
+        # By default, weights are evaluated with the preprocessing recorded with them.
+        recorded = any_weights.recorded_preprocessing(path)
+        return digest if recorded is None else f"{digest} {recorded.ops}"
+    return load_index(path).digest
+
+
 def check_part(field_name: str, value: str, reads: Reads, parent: Stage, part: str, kinds: Kinds) -> None:
     """Raise ConfigError if a field refers to a stage that does not have the required type of output."""
     if reads in (Reads.WEIGHTS, Reads.ANY_WEIGHTS):
@@ -165,29 +167,18 @@ def check_part(field_name: str, value: str, reads: Reads, parent: Stage, part: s
             )
 
 
-def with_model(stage: Stage, earlier: Mapping[str, Stage], missing: list[MissingInput]) -> Stage:
+def with_model(stage: Stage, earlier: Mapping[str, Stage]) -> Stage:
     """Return a stage with the architecture of its model, given by the recipe and any initial weights.
 
-    The architecture is None if the stage has no model, or if its initial weights do not exist yet. If the weights have
-    no model config, they are added to `missing`.
+    The architecture is None if the stage has no model, or if its initial weights do not exist yet.
     """
     init = getattr(stage.config, "init", None)
     source: ModelConfig | None = None
     if init is not None:
         link = reference(init)
         source = model_at(init) if link is None else earlier[link[0]].model
-
-    def source_model(init: str) -> ModelConfig | None:
-        if source is None and reference(init) is None:
-            problem = (
-                f"{init} has no {CONFIG}, so the architecture of the weights is unknown\n"
-                "  expected a folder written by a stage or by python -m jobs import, or @stage"
-            )
-            missing.append(MissingInput.at(stage.name, "init", init, problem))
-        return source
-
     try:
-        model = stage.kind.model(stage.config, source_model)
+        model = stage.kind.model(stage.config, source)
     except ConfigError as error:
         raise ConfigError(f"{stage.name}.{error}") from None
     keeps_head = init is not None and stage.kind.keeps_head(stage.config, source, model)

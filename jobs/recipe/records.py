@@ -8,7 +8,6 @@
 
 import platform
 import sys
-from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -59,12 +58,7 @@ def changes_since(folder: Path, stage: Stage) -> dict[str, str]:
     """Return the "forbid" fields that differ from the record in a stage's folder: field → description."""
     now = forbidden_fields(stage)
     before = recorded(artifacts.read_record(folder / RECORD)["forbid"])
-    return by_field(config.differences(before, now))
-
-
-def by_field(differences: Iterable[str]) -> dict[str, str]:
-    """Return descriptions such as "optim.lr: 0.1 → 0.2", by the name of the field."""
-    return {text.partition(":")[0]: text for text in differences}
+    return config.differences(before, now)
 
 
 def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
@@ -81,7 +75,7 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
     # Ignore recorded keys that this version of Patchline no longer has, if their value is null.
     # Records of earlier versions have the values of environment variables.
     before = {name: recorded(value) for name, value in record["warn"].items() if name in now or value is not None}
-    changes = by_field(config.differences(before, now))
+    changes = config.differences(before, now)
     for field, content in stage.eval_inputs.items():
         # A missing test set is not a change: a finished stage is skipped even if it is gone.
         if field not in contents or content == MISSING:

@@ -59,7 +59,7 @@ def with_values(campaign: Campaign) -> Campaign:
             is_changed = True
         # 3. A value may change the model, and the models of later stages that start from it.
         if is_changed and stage.model is not None:
-            stage = with_model(stage, stages, [])
+            stage = with_model(stage, stages)
         stages[stage.name] = stage
     return replace(campaign, stages=tuple(stages.values()))
 
@@ -73,7 +73,7 @@ def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) ->
     if changes:
         names = ", ".join(sorted({stage.links[field][0] for field in stage.references}))
         raise DataError(
-            f"{path.parent} was run with values that {names} no longer selects: {'; '.join(changes)}\n"
+            f"{path.parent} was run with values that {names} no longer selects: {'; '.join(changes.values())}\n"
             f"  the runs of the sweep may have been repeated, with different results\n"
             f"  restore the previous folder of {names}, or move {path.parent} elsewhere to run {stage.name} with the "
             "current values"

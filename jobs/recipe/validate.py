@@ -50,7 +50,7 @@ def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[Check
     """Check a stage. Raises ConfigError or DataError if it cannot run, or if files of a finished stage have changed."""
     campaign = available.campaign
     # A finished stage: verify its files by digest.
-    if available.checks_files and campaign.done(stage) is not None:
+    if available.checks_files and artifacts.read_done(campaign.directory(stage)) is not None:
         texts: list[str] = []
         artifacts.check_files(campaign.directory(stage), texts.append)
         for text in texts:

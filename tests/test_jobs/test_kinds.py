@@ -58,8 +58,8 @@ class Rounded(StageKind):
         models.save_weights(weights, context.directory, config, class_names=context.class_names)
         return {"metrics": {"accuracy": 0.5}}
 
-    def model(self, cfg: Config, source_model):
-        return source_model(cfg.init)
+    def model(self, cfg: Config, source):
+        return source
 
     def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
         if stage.config.digits < 1:

@@ -250,7 +250,7 @@ def compare(
         document = {
             "first": other_run.in_words(str(first)),
             "second": run.in_words(str(second)),
-            "manifest": differences(first_fields, second_fields),
+            "manifest": list(differences(first_fields, second_fields).values()),
             "tensors": tensors,
             "equal": equal,
             "compared": len(states),

@@ -171,7 +171,7 @@ def check_branch(stage: Stage, available: Available) -> None:
     require(
         not changes,
         f"{stage.name} is a branch of {trunk.name}, but these values differ: "
-        f"{'; '.join(changes)}\n  remove them; only steps and optim.schedule.cooldown_steps may differ",
+        f"{'; '.join(changes.values())}\n  remove them; only steps and optim.schedule.cooldown_steps may differ",
     )
     ends = []
     for part in (own, cfg):
