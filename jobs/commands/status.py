@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from data.checks import few
 from data.errors import CheckpointError, DataError, UsageError
 from data.files import MANIFEST, write_atomically
+from data.optional import load_optional
 from data.storage import Folder, Storage
 from jobs.answer import Answer, Document, Step
 from jobs.commands.arguments import Debug, Run
@@ -29,15 +30,17 @@ from pipeline.values import amount, duration
 if TYPE_CHECKING:  # imports the object-store clients, which a local run does not need
     from data.bucket import Bucket
 
+LOCAL_COPY = "jobs.extras.stored_runs:local_copy"
+
 
 def status(run: Run, _debug: Debug = False) -> Answer:
     """Show each stage's step, loss, speed, ETA and last checkpoint."""
     if "://" not in run:
         return Answer(status_of(run_or_stage(run)), status_lines)
     # Reading an object store imports torch, which local runs do not need.
-    from jobs.commands.stored_runs import local_copy
     from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
+    local_copy = load_optional(LOCAL_COPY, "the URL of a run")
     with local_copy(run) as (store, stage):
         for folder in store.local.iterdir():
             # Only the newest manifest is needed: it has the step from which the stage would resume.

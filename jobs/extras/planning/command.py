@@ -10,8 +10,9 @@ import typer
 from data.checks import few
 from data.errors import PatchlineError
 from jobs.answer import Answer, Document, report_lines
-from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe, near_path
+from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe
 from jobs.commands.campaigns import kinds_of, load_campaign
+from jobs.extras.data_commands import near_path
 from jobs.terminal import activity, echo
 from pipeline.values import counted
 

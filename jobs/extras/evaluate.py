@@ -19,7 +19,7 @@ import typer
 from data.errors import UsageError
 from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug
-from jobs.commands.weights import AnyWeights, find_weights
+from jobs.extras.named_weights import AnyWeights, find_weights
 from jobs.named_stages import find_set
 from models.checks import did_you_mean
 from pipeline.values import counted
