@@ -183,11 +183,11 @@ COMMANDS = CommandTable(
         },
         "Data": {
             "pack": (
-                "jobs.commands.sets:pack",
+                "jobs.extras.pack:pack",
                 "Pack images into shards with an index.",
                 "folder photos/train shards/train",
             ),
-            "index": ("jobs.commands.sets:index", "Index existing WebDataset tars in place.", "shards/theirs"),
+            "index": ("jobs.extras.pack:index", "Index existing WebDataset tars in place.", "shards/theirs"),
             "subset": (
                 "jobs.extras.subset:subset",
                 "Select samples of a data set without packing them again.",
@@ -231,7 +231,7 @@ COMMANDS = CommandTable(
                 "runs/photos/pretrain exported --format timm",
             ),
             "evaluate": (
-                "jobs.commands.evaluate:evaluate",
+                "jobs.extras.evaluate:evaluate",
                 "Measure the accuracy of weights on labelled data sets.",
                 "runs/photos/pretrain runs/photos/parts/held-out",
             ),

@@ -14,7 +14,6 @@ from pathlib import Path
 from pipeline.artifacts import DONE, recorded_s
 
 STAGE_FOLDER = re.compile(r"(?P<name>.+)-(?P<key>[0-9a-f]{8})")
-CHECKPOINT_NAME = re.compile(r"step-\d+(-\d+)?")  # short, "step-50", or of a folder, "step-0000000050-000002"
 CHECKPOINTS = "checkpoints"
 RECORD = "stage.json"
 TABLE = "sweep.json"
@@ -34,11 +33,6 @@ class StageFolder:
         if self.is_finished:
             return f"{self.path.name}, finished {clock}"
         return f"{self.path.name}, not finished, started {clock}"
-
-
-def names_checkpoint(path: str) -> bool:
-    """Return whether the last part of a path or URL is the name of a checkpoint, such as "step-50"."""
-    return CHECKPOINT_NAME.fullmatch(path.rstrip("/").rpartition("/")[2]) is not None
 
 
 def stage_at(folder: Path) -> StageFolder | None:

@@ -9,9 +9,8 @@ import typer
 
 from data.errors import ConfigError
 from data.files import state_folder
-from data.storage import Folder
 from jobs.answer import Answer, Document
-from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe, near_path
+from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe
 
 if TYPE_CHECKING:
     from jobs.resolved_recipe import Campaign, Kinds
@@ -44,10 +43,11 @@ def run(
 
 def run_document(campaign: "Campaign") -> Document:
     """Return the status of a campaign's run, with the weights and metrics of each stage."""
-    from jobs.commands.status import status_of
+    from jobs.commands.status import status_document
+    from jobs.run.reading import stage_folders
 
-    storage = campaign.storage
-    return status_of(campaign.run, None if isinstance(storage, Folder) else storage)
+    _, folders = stage_folders(campaign.run)
+    return status_document(folders, campaign.storage)
 
 
 # ------------------------------------------------------------------------------------------------ recipes
@@ -103,7 +103,7 @@ def recipe_path(recipe: str) -> Path:
         elif path.is_dir() and path.with_name(f"{path.name}.yaml").is_file():
             hint = f"did you mean {path.with_name(path.name)}.yaml?"
         elif path.is_symlink() and not path.exists():
-            hint = near_path(recipe).removeprefix("; ")
+            hint = f"it is a symbolic link to {path.readlink()}, which does not exist or leads back to the link"
         elif path.is_dir():
             hint = f"to write a recipe for the images in it, run python -m jobs new {shlex.quote(recipe)}"
         elif close:

@@ -16,8 +16,8 @@ import models
 from data.errors import CheckpointError, UsageError
 from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug
-from jobs.commands.stored_runs import OpenedRun, opened
 from jobs.extras.checkpoints.stored import SavedRun
+from jobs.extras.stored_runs import OpenedRun, opened
 from jobs.named_stages import resume_command
 from jobs.terminal import activity, echo
 from models import ModelConfig

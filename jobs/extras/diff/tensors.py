@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from data.errors import UsageError
 from jobs.answer import Document
 from jobs.commands.campaigns import shipped
-from jobs.commands.stored_runs import opened
-from jobs.commands.weights import find_weights
-from jobs.stage_folders import names_checkpoint, stage_at
+from jobs.extras.named_weights import find_weights, names_checkpoint
+from jobs.extras.stored_runs import opened
+from jobs.stage_folders import stage_at
 from jobs.terminal import activity
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
 from pipeline.config import differences
@@ -79,7 +79,7 @@ def compare(mine: str, other: str, overrides: list[str]) -> Document:
             "content": "tensors",
             "mine": mine,
             "other": other,
-            "manifest": differences(first.manifest, second.manifest) if is_exact else [],
+            "manifest": list(differences(first.manifest, second.manifest).values()) if is_exact else [],
             "tensors": rows,
             "equal": equal,
             "compared": len(states),

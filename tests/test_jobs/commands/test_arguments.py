@@ -1,48 +1,21 @@
-"""SIGTERM ends a block with Preempted, and the previous handler is restored."""
+"""The options that commands share."""
 
-import os
-import signal
-from pathlib import Path
+from inspect import signature
 
 import pytest
 
-from data.errors import Preempted
-from jobs.__main__ import main
-from jobs.commands.arguments import near_path, stoppable
+from jobs.commands.arguments import Debug, Run
+from jobs.commands.campaigns import run
+from jobs.commands.status import status
 
 pytestmark = pytest.mark.quick
 
 
-def test_sigterm_ends_the_block_and_restores_the_previous_handler():
-    before = signal.getsignal(signal.SIGTERM)
-    reached = []
-    with pytest.raises(Preempted, match="run the same command again"), stoppable():
-        os.kill(os.getpid(), signal.SIGTERM)
-        reached.append("the next line")
-    assert reached == []
-    assert signal.getsignal(signal.SIGTERM) is before
+@pytest.mark.parametrize("command", [run, status])
+def test_a_command_accepts_debug(command) -> None:
+    assert signature(command).parameters["_debug"].annotation == Debug
 
 
-def test_the_previous_handler_is_restored_without_a_signal():
-    before = signal.getsignal(signal.SIGTERM)
-    with stoppable():
-        assert signal.getsignal(signal.SIGTERM) is not before
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-@pytest.mark.parametrize(("target", "words"), [("gone.yaml", "gone.yaml"), ("link.yaml", "link.yaml")])
-@pytest.mark.parametrize("command", [["plan"], ["pack", "folder"], ["predict"], ["new"], ["export"]])
-def test_a_broken_link_is_reported_with_its_target(target, words, command, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("link.yaml").symlink_to(target)
-    assert main([*command, "link.yaml", *(["out"] if command != ["plan"] and command != ["new"] else [])]) != 0
-    error = capsys.readouterr().err
-    assert f"is a symbolic link to {words}, which does not exist or leads back to the link" in error
-    assert "did you mean 'link.yaml'" not in error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.yaml"]
-
-
-def test_a_similar_name_is_suggested(tmp_path):
-    (tmp_path / "photos").mkdir()
-    assert near_path(f"{tmp_path}/photso") == f"; did you mean '{tmp_path}/photos'?"
-    assert near_path(f"{tmp_path}/elephant") == ""
+def test_a_run_is_named_by_its_folder_or_url() -> None:
+    (argument,) = Run.__metadata__
+    assert "s3://" in argument.help

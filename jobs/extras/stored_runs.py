@@ -14,9 +14,10 @@ from data.bucket import Bucket, check_store_url, local_name
 from data.errors import DataError, UsageError
 from data.files import MANIFEST, state_folder, write_atomically
 from data.storage import Folder, Storage
+from jobs.extras.named_weights import names_checkpoint
 from jobs.named_stages import find_stage
 from jobs.run.sync import fetch_small_files
-from jobs.stage_folders import CHECKPOINTS, RECORD, names_checkpoint
+from jobs.stage_folders import CHECKPOINTS, RECORD
 from models.weights.folder import CONFIG
 from pipeline.artifacts import (
     DONE,
