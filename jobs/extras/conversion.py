@@ -25,7 +25,8 @@ from data.files import atomic_file, rename, sync, temporary_name
 from data.index.names import preview
 from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug
-from jobs.extras.named_weights import check_weights_exist, find_weights, names_checkpoint
+from jobs.extras.checkpoint_names import names_checkpoint
+from jobs.extras.named_weights import check_weights_exist, find_weights
 from jobs.extras.stored_runs import opened
 from jobs.named_stages import USE_EXPORTED
 from jobs.stage_folders import stage_at, stages_in

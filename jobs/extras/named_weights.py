@@ -1,7 +1,6 @@
 """Find the weights named by a command's argument, and check that they exist."""
 
 import glob
-import re
 from pathlib import Path
 from typing import Annotated
 from zipfile import is_zipfile
@@ -9,6 +8,7 @@ from zipfile import is_zipfile
 import typer
 
 from data.errors import DataError
+from jobs.extras.checkpoint_names import names_checkpoint
 from jobs.extras.data_commands import near_path
 from jobs.named_stages import USE_EXPORTED, find_set, find_stage
 from jobs.stage_folders import CHECKPOINTS, stage_at
@@ -20,13 +20,7 @@ AnyWeights = Annotated[
     str, typer.Argument(metavar="WEIGHTS", help="RUN/STAGE, a folder of weights, or a file that `import` reads.")
 ]
 
-CHECKPOINT_NAME = re.compile(r"step-\d+(-\d+)?")  # short, "step-50", or of a folder, "step-0000000050-000002"
 LEGACY_PTH = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")  # beginning of files that torch writes without zip
-
-
-def names_checkpoint(path: str) -> bool:
-    """Return whether the last part of a path or URL is the name of a checkpoint, such as "step-50"."""
-    return CHECKPOINT_NAME.fullmatch(path.rstrip("/").rpartition("/")[2]) is not None
 
 
 def find_weights(path: str) -> str:

@@ -14,7 +14,7 @@ from data.bucket import Bucket, check_store_url, local_name
 from data.errors import DataError, UsageError
 from data.files import MANIFEST, state_folder, write_atomically
 from data.storage import Folder, Storage
-from jobs.extras.named_weights import names_checkpoint
+from jobs.extras.checkpoint_names import names_checkpoint
 from jobs.named_stages import find_stage
 from jobs.run.sync import fetch_small_files
 from jobs.stage_folders import CHECKPOINTS, RECORD

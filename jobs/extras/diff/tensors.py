@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from data.errors import UsageError
 from jobs.answer import Document
 from jobs.commands.campaigns import shipped
-from jobs.extras.named_weights import find_weights, names_checkpoint
+from jobs.extras.checkpoint_names import names_checkpoint
+from jobs.extras.named_weights import find_weights
 from jobs.extras.stored_runs import opened
 from jobs.stage_folders import stage_at
 from jobs.terminal import activity
