@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -464,12 +465,17 @@ def document_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
             for entry in result["classes"]:
                 counts[entry["id"]] = (entry["samples"], round(entry["value"] * entry["samples"]))
                 names[entry["id"]] = entry["name"]
-            confusion = confusion_of(counts, result["confusions"], lambda label, of=names: of.get(label) or str(label))
+            confusion = confusion_of(counts, result["confusions"], partial(name_in, names))
             matrices.append((result["set"]["name"], confusion))
         for name, entry in result["values"].items():
             interval = (float(entry["low"]), float(entry["high"]))
             rows.append((result["set"]["name"], name, float(entry["value"]), interval, int(entry["samples"])))
     return {"rows": rows, "matrices": matrices}
+
+
+def name_in(names: Mapping[int, str | None], label: int) -> str:
+    """Return the name of a class; its id if it has none."""
+    return names.get(label) or str(label)
 
 
 def figure_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:

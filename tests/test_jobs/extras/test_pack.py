@@ -117,7 +117,7 @@ def test_other_sources_can_be_packed(photos, tmp_path, capsys, source, samples, 
         (
             ["index", "ZIP"],
             65,
-            "zip.tar: a zip archive, expected a tar\n  unpack it, then run python -m jobs pack folder",
+            "zip.tar: a zip archive, expected a tar\n  unpack it, then run python -m jobs pack",
         ),
         (["pack", "table", "TYPO", "OUT"], 65, "labels [99999999999999999999], expected one or more of 0 … 999999"),
         (["index", "s3://bucket/set"], 65, "--output"),
