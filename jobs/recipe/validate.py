@@ -51,12 +51,13 @@ def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[Check
     """Check a stage. Raises ConfigError or DataError if it cannot run, or if files of a finished stage have changed."""
     campaign = available.campaign
     # A finished stage: verify its files by digest.
-    if available.checks_files and artifacts.read_done(campaign.directory(stage)) is not None:
+    done = artifacts.read_done(campaign.directory(stage)) if available.checks_files else None
+    if done is not None:
         texts: list[str] = []
         artifacts.check_files(campaign.directory(stage), texts.append)
         for text in texts:
             yield CheckResult("OK", "files", text)
-        yield from stage.kind.check_outputs(stage, available)
+        yield from stage.kind.check_outputs(stage, done, available)
         return
     if available.checks_files:
         yield from stage.missing
