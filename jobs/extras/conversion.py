@@ -32,7 +32,7 @@ from pipeline import artifacts
 from pipeline.architecture import preprocessing_of
 from pipeline.config import differences, require
 from pipeline.evaluation import any_weights
-from pipeline.extras.recorded_origin import recorded_form, recorded_loss
+from pipeline.extras.recorded_origin import record_weights, recorded_form, recorded_loss
 from pipeline.identity import code_version
 from pipeline.training_config import check_ops
 
@@ -117,7 +117,7 @@ def import_foreign(
         # Needed by an export: the loss used to train the head, and the original format of the weights.
         origin = {"loss": recorded_loss(path), "form": recorded_form(path)}
         record |= {name: value for name, value in origin.items() if value is not None}
-        artifacts.record_weights(made, record)
+        record_weights(made, record)
     lines += described(model, path, names, preprocessing, verification)
     lines.append(f"written  {directory}")
     return Answer({**facts(model, path, names, preprocessing), "written": directory, "report": lines}, report_lines)
@@ -201,7 +201,7 @@ def export(
             record: dict[str, object] = {"exported": str(Path(directory).resolve()), "code": code_version()}
             origin: dict[str, object] = {"loss": loss, "form": form}
             record |= {name: value for name, value in origin.items() if value is not None}
-            artifacts.record_weights(made, record)
+            record_weights(made, record)
     lines = described(model, directory, names, preprocessing, verification)
     # 4. Report differences between the configs, and between the outputs for one random image.
     for change in differences(models.to_dict(config), models.to_dict(exported.config)).values():

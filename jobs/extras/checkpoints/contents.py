@@ -292,6 +292,7 @@ def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: De
             exported_with["preprocessing"] = preprocessing_of(preprocess, model)
             loss["loss"] = task["config"]["loss"]
         from pipeline.checkpoints.reader import export
+        from pipeline.extras.recorded_origin import record_weights
 
         target = target.resolve()
         target.mkdir(parents=True, exist_ok=True)
@@ -299,7 +300,7 @@ def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: De
         # If the target is a stage's folder, keep its done.json, whose digest then detects the replaced weights.
         if not (target / artifacts.DONE).exists():
             exported = run.in_words(str(folder))
-            artifacts.record_weights(target, {"exported": exported, "code": code_version(), **loss})
+            record_weights(target, {"exported": exported, "code": code_version(), **loss})
         return Answer(
             {"checkpoint": run.in_words(str(folder)), "step": step_of(folder), "weights": target}, exported_line
         )
