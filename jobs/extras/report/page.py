@@ -34,6 +34,7 @@ from jobs.extras.report import charts
 from jobs.extras.report.charts import Line, Mark
 from jobs.extras.report.pictures import SAMPLES, Album, Gallery
 from jobs.extras.studies.chart import study_chart
+from jobs.stage_folders import started_s
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
 from pipeline.extras.usage import FILES as USAGE_FILES
@@ -388,8 +389,8 @@ def usage_charts(stage: StageHistory) -> list[Markup]:
             for record in records:
                 with suppress(ValueError, LookupError, TypeError):
                     values = np.array(record.get(name, []), float)
-                    started_s = float(record["started"]) - artifacts.started_s(stage.folder)
-                    x.append(started_s + float(record["interval_s"]) * np.arange(1, len(values) + 1))
+                    offset_s = float(record["started"]) - started_s(stage.folder)
+                    x.append(offset_s + float(record["interval_s"]) * np.arange(1, len(values) + 1))
                     # A gap separates attempts.
                     x.append(x[-1][-1:])
                     y += [values, np.full(min(len(values), 1), np.nan)]
