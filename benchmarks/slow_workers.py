@@ -1,0 +1,277 @@
+"""Test the search for slow workers (pipeline/extras/slow_worker) on simulated and on real workers.
+
+    python -m benchmarks.slow_workers quiet --windows 1000000        false alarms among equally fast workers
+    python -m benchmarks.slow_workers planted --cases 100            simulated workers, one of which becomes slow
+
+`quiet` draws independent windows of a group, without a slow worker, for each kind of noise. `planted` simulates runs in
+which one worker becomes slow at a random step; a run is compared every PART steps, and delayed by PART steps, as in a
+real run. A case is right if only the slow worker is named, with the right cause, within 100 steps, and with a factor
+within 10 % of the planted one.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pipeline.extras.slow_worker.comparison import (
+    CAUSES,
+    GC,
+    LINK,
+    PART,
+    WINDOW,
+    Seconds,
+    are_slow,
+    link_seconds,
+    slow_workers,
+)
+
+WORLDS = (2, 4, 8, 64, 512)
+FACTORS = (1.1, 1.15, 1.25, 1.5, 2.0)
+ROUND_TRIP_S = 0.0002
+COLLECTIVES = 0.1  # seconds of a step, in addition to the slowest worker's 1 s
+OFFSET = 0.01  # largest constant difference of a worker's speed
+OF_CAUSE = {"data": 0.05, "compute": 0.9, "host": 0.02}  # seconds of a step
+
+# B: groups, W: workers, S: steps
+
+
+class Group(NamedTuple):
+    """The times of simulated groups."""
+
+    seconds: Seconds  # (B, W, S, causes)
+    collectives: Seconds  # (B, S)
+    round_trips: Seconds  # (B, W, S / PART)
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
+    return 1 + 0.05 * rng.standard_normal(shape, np.float32)
+
+
+def lognormal(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
+    return np.exp(0.1 * rng.standard_normal(shape, np.float32))
+
+
+def pareto(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
+    """One of twenty steps takes longer; the mean exists, the variance does not."""
+    return 1 + 0.02 * rng.standard_normal(shape, np.float32) + (rng.random(shape, np.float32) < 0.05) * 0.2 * rng.pareto(1.5, shape)
+
+
+def two_speeds(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
+    """Each worker's steps take 1 or 1.3, three of ten the latter."""
+    return 1 + 0.02 * rng.standard_normal(shape, np.float32) + 0.3 * (rng.random(shape, np.float32) < 0.3)
+
+
+def two_shared_speeds(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
+    return (1 + 0.3 * (rng.random((shape[0], 1, shape[2])) < 0.5)) * normal(rng, shape)
+
+
+def stretches(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
+    """Each worker alternates between two speeds, for five steps each on average."""
+    switches = rng.random(shape, np.float32) < 0.2
+    state = (np.cumsum(switches, -1) + rng.integers(2, size=(*shape[:2], 1))) % 2
+    return 1 + 0.02 * rng.standard_normal(shape, np.float32) + 0.2 * state
+
+
+def drift(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
+    return np.linspace(1, 1.5, shape[2]) * normal(rng, shape)
+
+
+def correlated(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
+    """Each worker's noise of 5 % decays by 10 % per step."""
+    shocks = 0.05 * np.sqrt(1 - 0.9**2) * rng.standard_normal(shape, np.float32)
+    noise = np.empty(shape, np.float32)
+    noise[..., 0] = 0.05 * rng.standard_normal(shape[:2])
+    for step in range(1, shape[2]):
+        noise[..., step] = 0.9 * noise[..., step - 1] + shocks[..., step]
+    return 1 + noise
+
+
+def saves(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
+    """All workers save every 20 steps, at different speeds, and evaluate every 50."""
+    times = normal(rng, shape)
+    first = rng.integers(20)
+    times[..., first::20] *= 3 * np.exp(0.3 * rng.standard_normal(times[..., first::20].shape))
+    times[..., first::50] += 5 * normal(rng, times[..., first::50].shape)
+    return times
+
+
+def rank_0_reports(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
+    times = normal(rng, shape)
+    times[:, 0, ::20] += 0.3
+    return times
+
+
+NOISE = (
+    normal,
+    lognormal,
+    pareto,
+    two_speeds,
+    two_shared_speeds,
+    stretches,
+    drift,
+    correlated,
+    saves,
+    rank_0_reports,
+)
+
+
+def quiet_groups(noise: Any, rng: np.random.Generator, groups: int, world: int, steps: int) -> Group:
+    """Return groups of equally fast workers; a worker's collections take 1.5 to 4 % of its time."""
+    shape = (groups, world, steps)
+    seconds = np.zeros((*shape, len(CAUSES)), np.float32)
+    speed = (1 + OFFSET * rng.uniform(-1, 1, (groups, world, 1))) * noise(rng, shape)
+    for cause, usual in OF_CAUSE.items():
+        seconds[..., CAUSES.index(cause)] = usual * speed
+    seconds[..., CAUSES.index("data")] *= np.exp(0.3 * rng.standard_normal(shape, np.float32))
+    seconds[..., CAUSES.index("host")] *= rng.standard_exponential(shape, np.float32)
+    period = rng.integers(8, 40, (groups, world, 1))
+    share = rng.uniform(0.015, 0.04, (groups, 1, 1))
+    phase = rng.integers(0, 40, (groups, world, 1))
+    seconds[..., GC] = ((np.arange(steps) + phase) % period == 0) * period * share
+    collectives = COLLECTIVES * np.exp(0.2 * rng.standard_normal((groups, steps)))
+    trips = (groups, world, steps // PART)
+    return Group(np.maximum(seconds, 0), collectives, ROUND_TRIP_S * np.exp(0.2 * rng.standard_normal(trips)))
+
+
+def with_links(group: Group, window: slice) -> Seconds:
+    """Return the seconds of a window, with those of the links, as rank 0 computes them."""
+    seconds = group.seconds[..., window, :].copy()
+    own = seconds.sum(-1)
+    steps = own.max(-2) + group.collectives[..., window]
+    trips = group.round_trips[..., window.start // PART : window.stop // PART]
+    seconds[..., LINK] = link_seconds(own, steps, trips, group.round_trips[..., : window.stop // PART].min(-1))
+    return seconds
+
+
+def quiet(options: argparse.Namespace) -> None:
+    """Print the false alarms for each number of workers and each kind of noise."""
+    print("| noise | " + " | ".join(f"{world} workers" for world in options.worlds) + " |")
+    print("|---|" + "--:|" * len(options.worlds))
+    windows: Counter[int] = Counter()
+    alarms: Counter[int] = Counter()
+    for number, noise in enumerate(NOISE):
+        cells = []
+        for world in options.worlds:
+            rng = np.random.default_rng([options.seed, number, world])
+            # Of large groups, the windows of each worker are counted.
+            of_group = world if world >= 64 else 1
+            wanted = options.windows // len(NOISE)
+            false = done = 0
+            while done < wanted:
+                groups = max(1, min(2_000 // world, (wanted - done) // of_group))
+                steady, bursts = are_slow(with_links(quiet_groups(noise, rng, groups, world, WINDOW), slice(0, WINDOW)))
+                false += int((steady | bursts).any(-1).sum())
+                done += groups * of_group
+            windows[world] += done
+            alarms[world] += false
+            cells.append(f"{false} of {done:,}")
+        print(f"| {noise.__name__} | {' | '.join(cells)} |", flush=True)
+    print("| all | " + " | ".join(f"{alarms[world]} of {windows[world]:,}" for world in options.worlds) + " |")
+
+
+class Case(NamedTuple):
+    """A planted case and its outcome."""
+
+    cause: str
+    factor: float
+    noise: str
+    named: str  # "" if nothing was found within the limit
+    delay: int
+    estimate: float
+
+
+def plant(group: Group, cause: str, factor: float, rank: int, begin: int, rng: np.random.Generator) -> None:
+    """Make a worker of the first group slow from a step on."""
+    after = slice(begin, group.seconds.shape[2])
+    steps = after.stop - begin
+    total = np.median(group.seconds[0].sum(-1))
+    excess = (factor - 1) * total * np.exp(0.2 * rng.standard_normal(steps) - 0.02)
+    times = group.seconds[0, rank, after]
+    if cause == "gc":
+        period = int(rng.integers(5, 20))
+        excess = (np.arange(steps) % period == 0) * period * (factor - 1) * total
+    if cause == "host":
+        excess *= rng.gamma(4, 1 / 4, steps)
+    if cause == "link":
+        group.collectives[0, after] += excess
+        group.round_trips[0, rank, -(-begin // PART) :] *= rng.uniform(5, 100)
+        if group.seconds.shape[1] == 2:
+            group.round_trips[0, :] = group.round_trips[0, rank]
+        return
+    times[:, CAUSES.index(cause)] += excess
+
+
+def planted_case(cause: str, factor: float, noise: Any, world: int, seed: list[int]) -> Case:
+    """Simulate a run until a worker is named, at most 100 steps after it became slow."""
+    rng = np.random.default_rng(seed)
+    begin = int(rng.integers(WINDOW, 2 * WINDOW))
+    steps = 4 * WINDOW
+    group = quiet_groups(noise, rng, 1, world, steps)
+    rank = int(rng.integers(world))
+    plant(group, cause, factor, rank, begin, rng)
+    for end in range(WINDOW, begin + 100 - PART + 1, PART):
+        (seconds,) = with_links(group, slice(end - WINDOW, end))
+        found = slow_workers(seconds)
+        if not found:
+            continue
+        ranks = {worker.rank for worker in found}
+        # Two workers share their link.
+        is_right = ranks == {rank} or (world == 2 and found[0].cause == cause == "link")
+        named = found[0].cause if is_right else "wrong worker"
+        return Case(cause, factor, noise.__name__, named, end + PART - begin, found[0].factor)
+    return Case(cause, factor, noise.__name__, "", 0, 0.0)
+
+
+def planted(options: argparse.Namespace) -> None:
+    """Print how many planted cases were found, by number of workers."""
+    print("| workers | planted | worker | cause | factor within 10 % | steps until found, median (most) | wrong |")
+    print("|--:|--:|--:|--:|--:|--:|---|")
+    for world in options.worlds:
+        cases = []
+        for number in range(options.cases):
+            cause = CAUSES[number % len(CAUSES)]
+            factor = FACTORS[number // len(CAUSES) % len(FACTORS)]
+            noise = NOISE[number // (len(CAUSES) * len(FACTORS)) % len(NOISE)]
+            if options.noise is not None:
+                noise = next(kind for kind in NOISE if kind.__name__ == options.noise)
+            cases.append(planted_case(cause, factor, noise, world, [options.seed, world, number]))
+        found = [case for case in cases if case.named not in ("", "wrong worker")]
+        right = [case for case in found if case.named == case.cause]
+        near = [case for case in right if abs(case.estimate / case.factor - 1) <= 0.1]
+        delays = [case.delay for case in found] or [0]
+        wrong = Counter(
+            f"{case.cause} {case.factor} ({case.noise}): {case.named or 'not found'}"
+            for case in cases
+            if case.named != case.cause
+        )
+        text = "; ".join(f"{name} ×{count}" for name, count in wrong.most_common(8))
+        print(
+            f"| {world} | {len(cases)} | {len(found)} | {len(right)} | {len(near)} | "
+            f"{np.median(delays):.0f} ({max(delays)}) | {text} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["quiet", "planted"])
+    parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
+    parser.add_argument("--windows", type=int, default=1_000_000)
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--noise", choices=[noise.__name__ for noise in NOISE])
+    parser.add_argument("--seed", type=int, default=44)
+    options = parser.parse_args()
+    began = time.monotonic()
+    {"quiet": quiet, "planted": planted}[options.what](options)
+    print(f"{time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
