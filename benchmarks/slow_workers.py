@@ -2,24 +2,45 @@
 
     python -m benchmarks.slow_workers quiet --windows 1000000        false alarms among equally fast workers
     python -m benchmarks.slow_workers planted --cases 100            simulated workers, one of which becomes slow
+    python -m benchmarks.slow_workers real --cases 10                two real workers on gloo, one of which becomes slow
 
 `quiet` draws independent windows of a group, without a slow worker, for each kind of noise. `planted` simulates runs in
 which one worker becomes slow at a random step; a run is compared every PART steps, and delayed by PART steps, as in a
 real run. A case is right if only the slow worker is named, with the right cause, within 100 steps, and with a factor
 within 10 % of the planted one.
+
+`real` trains a small model with two workers of this machine. After BEGIN steps, worker 1 sleeps while it decodes
+(data), computes longer in its forward pass (compute), is stopped by signals in turns (host), or collects cyclic garbage
+every fifth step (gc). With `--cause none`, nothing is planted. Links need hosts of their own: `link` makes two or three
+namespaces of the kernel, and delays the frames of the last one (needs root).
 """
 
 import argparse
+import gc
+import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import models
+from data.decoder import Decoder
+from data.images.augment import AugmentConfig
+from data.shards.packing import pack
+from data.sources.samples import digits
+from jobs.cluster.worker_group import run_worker_group
+from jobs.cluster_config import ClusterConfig
+from pipeline import config, train
+from pipeline.architecture import model_config
 from pipeline.extras.slow_worker.comparison import (
     CAUSES,
     GC,
@@ -31,6 +52,12 @@ from pipeline.extras.slow_worker.comparison import (
     link_seconds,
     slow_workers,
 )
+from pipeline.extras.slow_worker.hook import SlowWorkerConfig
+from pipeline.identity import code_version
+from pipeline.monitoring.telemetry import read_metrics
+from pipeline.optimization import OptimConfig, ScheduleConfig
+from pipeline.training_config import DataConfig
+from pipeline.worker import Job
 
 WORLDS = (2, 4, 8, 64, 512)
 FACTORS = (1.1, 1.15, 1.25, 1.5, 2.0)
@@ -60,7 +87,8 @@ def lognormal(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
 
 def pareto(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
     """One of twenty steps takes longer; the mean exists, the variance does not."""
-    return 1 + 0.02 * rng.standard_normal(shape, np.float32) + (rng.random(shape, np.float32) < 0.05) * 0.2 * rng.pareto(1.5, shape)
+    spikes = (rng.random(shape, np.float32) < 0.05) * 0.2 * rng.pareto(1.5, shape)
+    return 1 + 0.02 * rng.standard_normal(shape, np.float32) + spikes
 
 
 def two_speeds(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
@@ -72,25 +100,37 @@ def two_shared_speeds(rng: np.random.Generator, shape: tuple[int, ...]) -> Secon
     return (1 + 0.3 * (rng.random((shape[0], 1, shape[2])) < 0.5)) * normal(rng, shape)
 
 
-def stretches(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
+def stretches(rng: np.random.Generator, shape: tuple[int, ...], slower: float = 0.1) -> Seconds:
     """Each worker alternates between two speeds, for five steps each on average."""
     switches = rng.random(shape, np.float32) < 0.2
     state = (np.cumsum(switches, -1) + rng.integers(2, size=(*shape[:2], 1))) % 2
-    return 1 + 0.02 * rng.standard_normal(shape, np.float32) + 0.2 * state
+    return 1 + 0.02 * rng.standard_normal(shape, np.float32) + slower * state
+
+
+def long_stretches(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
+    return stretches(rng, shape, 0.2)
 
 
 def drift(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
     return np.linspace(1, 1.5, shape[2]) * normal(rng, shape)
 
 
-def correlated(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
-    """Each worker's noise of 5 % decays by 10 % per step."""
-    shocks = 0.05 * np.sqrt(1 - 0.9**2) * rng.standard_normal(shape, np.float32)
-    noise = np.empty(shape, np.float32)
-    noise[..., 0] = 0.05 * rng.standard_normal(shape[:2])
+def correlated(rng: np.random.Generator, shape: tuple[int, ...], noise: float = 0.01) -> Seconds:
+    """Each worker's noise decays by 10 % per step."""
+    shocks = noise * np.sqrt(1 - 0.9**2) * rng.standard_normal(shape, np.float32)
+    values = np.empty(shape, np.float32)
+    values[..., 0] = noise * rng.standard_normal(shape[:2])
     for step in range(1, shape[2]):
-        noise[..., step] = 0.9 * noise[..., step - 1] + shocks[..., step]
-    return 1 + noise
+        values[..., step] = 0.9 * values[..., step - 1] + shocks[..., step]
+    return 1 + values
+
+
+def correlated_2(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
+    return correlated(rng, shape, 0.02)
+
+
+def correlated_5(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
+    return correlated(rng, shape, 0.05)
 
 
 def saves(rng: np.random.Generator, shape: tuple[int, ...]) -> Seconds:
@@ -120,6 +160,8 @@ NOISE = (
     saves,
     rank_0_reports,
 )
+# Workers that differ by several percent for ten steps at a time, so that their means over 80 steps do, too.
+WANDERING = (long_stretches, correlated_2, correlated_5)
 
 
 def quiet_groups(noise: Any, rng: np.random.Generator, groups: int, world: int, steps: int) -> Group:
@@ -156,13 +198,14 @@ def quiet(options: argparse.Namespace) -> None:
     print("|---|" + "--:|" * len(options.worlds))
     windows: Counter[int] = Counter()
     alarms: Counter[int] = Counter()
-    for number, noise in enumerate(NOISE):
+    kinds = WANDERING if options.wandering else NOISE
+    for number, noise in enumerate(kinds):
         cells = []
         for world in options.worlds:
             rng = np.random.default_rng([options.seed, number, world])
             # Of large groups, the windows of each worker are counted.
             of_group = world if world >= 64 else 1
-            wanted = options.windows // len(NOISE)
+            wanted = options.windows // len(kinds)
             false = done = 0
             while done < wanted:
                 groups = max(1, min(2_000 // world, (wanted - done) // of_group))
@@ -240,7 +283,7 @@ def planted(options: argparse.Namespace) -> None:
             factor = FACTORS[number // len(CAUSES) % len(FACTORS)]
             noise = NOISE[number // (len(CAUSES) * len(FACTORS)) % len(NOISE)]
             if options.noise is not None:
-                noise = next(kind for kind in NOISE if kind.__name__ == options.noise)
+                noise = next(kind for kind in (*NOISE, *WANDERING) if kind.__name__ == options.noise)
             cases.append(planted_case(cause, factor, noise, world, [options.seed, world, number]))
         found = [case for case in cases if case.named not in ("", "wrong worker")]
         right = [case for case in found if case.named == case.cause]
@@ -259,19 +302,178 @@ def planted(options: argparse.Namespace) -> None:
         )
 
 
+# ------------------------------------------------------------------------ real workers
+
+HOOK = "pipeline.extras.slow_worker.hook:SlowWorkers"
+MODEL = {"name": "mu/8", "image_size": 16, "classes": 10, "width": 64, "depth": 6, "mlp": 256, "heads": 4}
+BEGIN = 100  # steps before a worker becomes slow
+AFTER = 110  # steps after that
+STAGE = "pretrain-00000000"
+# Stops a process for a part of each period, until it ends.
+STOPS = """
+import os, signal, sys, time
+pid, stopped_s, running_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+try:
+    while os.getppid() == pid:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(stopped_s)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(running_s)
+except ProcessLookupError:
+    pass
+"""
+
+
+def task_of(folder: Path, shards: Path, steps: int) -> dict[str, Any]:
+    """Return the task of a small run."""
+    cfg = SlowWorkerConfig(
+        data=DataConfig(train=str(shards), augment=AugmentConfig(min_area=0.7, flip=False), processes=0),
+        model=MODEL,
+        optim=OptimConfig(lr=1e-4, schedule=ScheduleConfig(warmup_steps=20)),
+        loss="softmax",
+        steps=steps,
+        batch_size=64,
+        micro_batch=32,
+        precision="fp32",
+        log_every=50,
+        save_every=10**9,
+    )
+    job = Job(
+        run=str(folder),
+        directory=str(folder / STAGE),
+        attempt=1,
+        key="0" * 64,
+        code=code_version(),
+        model=models.to_dict(model_config(MODEL)),
+        train=[str(shards)],
+    )
+    job.stop_file.parent.mkdir(parents=True, exist_ok=True)
+    (folder / "attempts").mkdir(parents=True, exist_ok=True)
+    (folder / "attempts" / "000001.json").touch()
+    return {"config": config.plain(cfg), "job": asdict(job), "hooks": {HOOK: {}}}
+
+
+def spin(seconds: float) -> None:
+    """Use the processor for some seconds of processor time."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def train_slowly(task: dict[str, Any]) -> None:
+    """Train, and make a worker slow from step BEGIN on, relative to the median step before."""
+    if task["priority"]:
+        # Linux shares the processors between sessions first, and then between the processes of a session.
+        os.setpriority(os.PRIO_PROCESS, 0, task["priority"])
+        Path("/proc/self/autogroup").write_text(str(task["priority"]))
+    take_step = train.take_step
+    fill = Decoder.fill
+    rank = int(os.environ["RANK"])
+    cause = task["cause"] if rank == task["rank"] else "none"
+    times: list[float] = []
+    excess = [0.0]
+    stops: list[subprocess.Popen[bytes]] = []
+
+    def filling(self: Any, row: int, key: int, arrays: Any) -> Any:
+        if cause == "data":
+            time.sleep(excess[0] / task["config"]["micro_batch"])
+        return fill(self, row, key, arrays)
+
+    def taking(worker: Any, step: int, batches: Any) -> Any:
+        if step == BEGIN and cause != "none":
+            excess[0] = (task["factor"] - 1) * float(np.median(times[20:]))
+            if cause == "host":
+                period = 0.05 if excess[0] < 0.05 else 2 * excess[0]
+                stopped = period * (1 - 1 / task["factor"])
+                words = [sys.executable, "-c", STOPS, str(os.getpid()), str(stopped), str(period - stopped)]
+                stops.append(subprocess.Popen(words))
+            if cause == "compute":
+                worker.engine.model.register_forward_pre_hook(lambda module, inputs: spin(excess[0]))
+        if excess[0] and cause == "gc" and step % 5 == 0:
+            collect_for(5 * excess[0])
+        began = time.monotonic()
+        outcome = take_step(worker, step, batches)
+        times.append(time.monotonic() - began)
+        return outcome
+
+    Decoder.fill = filling  # type: ignore[method-assign]
+    train.take_step = taking  # type: ignore[assignment]
+    try:
+        train.train(task)
+    finally:
+        for process in stops:
+            process.kill()
+            process.wait()
+
+
+def collect_for(seconds: float) -> None:
+    """Create cyclic garbage, and collect garbage for some seconds."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        gc.disable()
+        for _ in range(2_000):
+            cycle: list[Any] = []
+            cycle.append(cycle)
+        gc.enable()
+        gc.collect()
+
+
+def records_of(folder: Path) -> list[Any]:
+    """Return the records of slow workers of a run."""
+    return list(read_metrics(folder / STAGE, "slow", []))
+
+
+def real_case(folder: Path, shards: Path, cause: str, factor: float, rank: int, priority: int = 0) -> list[Any]:
+    """Train with two workers, one of which becomes slow; return the records of slow workers."""
+    task = task_of(folder, shards, BEGIN + AFTER)
+    task |= {"cause": cause, "factor": factor, "rank": rank, "priority": priority}
+    cluster = ClusterConfig(workers=2, backend="processes")
+    run_worker_group(train_slowly, task, cluster=cluster, name="workers", directory=folder)
+    return records_of(folder)
+
+
+def real(options: argparse.Namespace) -> None:
+    """Print the records of real cases."""
+    print("| cause | planted | worker | found as | factor | steps until found |")
+    print("|---|--:|--:|---|--:|--:|", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        shards = root / "shards"
+        pack(digits(train=True, image_size=16), shards, name="train", shard_samples=100)
+        for number in range(options.cases):
+            cause = options.cause or ("data", "compute", "host", "gc")[number % 4]
+            factor = options.factor or FACTORS[number // 4 % len(FACTORS)]
+            rank = number % 2
+            records = real_case(root / str(number), shards, cause, factor, rank, options.priority)
+            early = [record for record in records if record["step"] <= BEGIN or record["factor"] == 1.0]
+            rest = [record for record in records if record not in early]
+            found = "; ".join(f"worker {record['rank']}: {record['cause']}" for record in rest) or "nothing"
+            if early:
+                found += f"; before: {[(record['rank'], record['cause'], record['step']) for record in early]}"
+            estimate = f"{rest[0]['factor']:.2f} | {rest[0]['step'] + PART - BEGIN}" if rest else "– | –"
+            print(f"| {cause} | {factor} | {rank} | {found} | {estimate} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["quiet", "planted"])
+    parser.add_argument("what", choices=["quiet", "planted", "real"])
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
     parser.add_argument("--windows", type=int, default=1_000_000)
     parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--noise", choices=[noise.__name__ for noise in NOISE])
+    parser.add_argument("--noise", choices=[noise.__name__ for noise in (*NOISE, *WANDERING)])
+    parser.add_argument("--wandering", action="store_true", help="noise that lasts for many steps")
+    parser.add_argument("--cause", choices=["none", *CAUSES])
+    parser.add_argument("--priority", type=int, default=0, help="of the workers; -10 if the machine has other work")
+    parser.add_argument("--factor", type=float)
     parser.add_argument("--seed", type=int, default=44)
     options = parser.parse_args()
     began = time.monotonic()
-    {"quiet": quiet, "planted": planted}[options.what](options)
+    {"quiet": quiet, "planted": planted, "real": real}[options.what](options)
     print(f"{time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":
-    main()
+    # Workers import functions by the name of their module, which is not __main__.
+    from benchmarks import slow_workers as module
+
+    module.main()

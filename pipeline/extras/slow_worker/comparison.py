@@ -133,7 +133,7 @@ def link_seconds(own: Seconds, steps: Seconds, round_trips: Seconds, lowest: Sec
 
 
 def without_rare_steps(seconds: Seconds) -> Seconds:
-    """Return the seconds with each garbage collection spread over its half of the window, because few steps have one."""
+    """Spread each garbage collection over its half of the window, because few steps have one; return the seconds."""
     smooth = seconds.copy()
     means = in_parts(seconds[..., GC], HALF).mean(-1)  # (…, W, 2)
     smooth[..., GC] = np.repeat(means, HALF, -1)
@@ -170,7 +170,7 @@ def is_certain(logarithms: Seconds) -> NDArray[np.bool_]:
     noise = logarithms - mean
     variance = np.maximum((noise * noise).mean(-1), 1e-12)
     # With noise that decays by the factor c per step, the mean varies as that of (1 − c) / (1 + c) as many independent
-    # steps. The estimate of c from few steps is too low by about (1 + 4 c) / steps, and twice its standard error is added.
+    # steps. The estimate of c from few steps is too low by about (1 + 4 c) / steps. Add twice its standard error, too.
     c = np.clip((noise[..., 1:] * noise[..., :-1]).mean(-1) / variance, 0.0, 1.0)
     c = np.minimum(c + (1 + 4 * c) / steps + 2 * np.sqrt((1 - c * c) / steps), LARGEST_DECAY)
     error = np.sqrt(variance * (1 + c) / (1 - c) / steps)

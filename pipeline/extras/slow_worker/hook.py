@@ -8,8 +8,8 @@
    record of the kind "slow" is added to metrics.jsonl.
 
 In:  eight workers, one of which needs 181 ms more per step for decoding
-Out: worker 3 on n1 takes 1.18 times as long as the others in steps 1201 to 1280, because of loading data: 212 ms a step,
-     the others 31 ms (27 to 36)
+Out: worker 3 on n1 takes 1.18 times as long as the others in steps 1201 to 1280, because of loading data: 212 ms a
+     step, the others 31 ms (27 to 36)
 """
 
 import os
@@ -57,7 +57,7 @@ REASONS = {
     "gc": "Python's garbage collection",
 }
 REMEDIES = {
-    "data": "compare the storage and decoding speed of the nodes with python -m jobs preflight; or raise data.processes",
+    "data": "compare the nodes' storage and decoding speed with python -m jobs preflight, or raise data.processes",
     "compute": "check the clock, temperature and other users of its device",
     "link": "compare all links with python -m jobs preflight",
     "host": "look for other programs on its node, a CPU quota, and processes stopped by signals",
@@ -167,7 +167,9 @@ class Exchange:
         try:
             while True:
                 number, step, rows = parts.get()
-                self.store.set(f"{number % KEPT}/{self.rank}", HEADER.pack(number, self.round_trips.shortest_s()) + rows)
+                self.store.set(
+                    f"{number % KEPT}/{self.rank}", HEADER.pack(number, self.round_trips.shortest_s()) + rows
+                )
                 if self.comparer is not None:
                     self.collect(self.comparer, number, step)
         except (RuntimeError, OSError):
