@@ -164,11 +164,11 @@ COMMANDS = CommandTable(
         },
         "Data": {
             "pack": (
-                "jobs.commands.sets:pack",
+                "jobs.extras.pack:pack",
                 "Pack images into shards with an index.",
                 "folder photos/train shards/train",
             ),
-            "index": ("jobs.commands.sets:index", "Index existing WebDataset tars in place.", "shards/theirs"),
+            "index": ("jobs.extras.pack:index", "Index existing WebDataset tars in place.", "shards/theirs"),
             "subset": (
                 "jobs.extras.subset:subset",
                 "Select samples of a data set without packing them again.",
@@ -212,7 +212,7 @@ COMMANDS = CommandTable(
                 "runs/photos/pretrain exported --format timm",
             ),
             "evaluate": (
-                "jobs.commands.evaluate:evaluate",
+                "jobs.extras.evaluate:evaluate",
                 "Evaluate weights on data sets, without a recipe.",
                 "runs/photos/pretrain runs/photos/parts/held-out",
             ),

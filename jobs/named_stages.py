@@ -8,7 +8,6 @@
 The selected folder is reported on stderr. Nothing here imports torch.
 """
 
-import glob
 import json
 import sys
 from contextlib import suppress
@@ -24,7 +23,6 @@ from models.weights.folder import CONFIG
 from pipeline.artifacts import TASK
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.monitoring.telemetry import last_metrics
-from pipeline.values import counted
 
 # Files that a command may need from a stage → their names in messages. Data sets are named by their own names.
 READS = {
@@ -99,22 +97,6 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
         line += f"; to select another stage, use {' or '.join(addresses)}"
     print(for_stream(printable_lines(line), sys.stderr), file=sys.stderr, flush=True)
     return str(newest.path)
-
-
-def same_named(path: str) -> str:
-    """Return lines that list the runs in the folder `runs` with a finished stage named `path`; "" if there are none."""
-    if "/" in path or not path:
-        return ""
-    addresses = set()
-    for folder in Path("runs").glob(f"*/{glob.escape(path)}-*/"):
-        stage = stage_at(folder)
-        if stage is not None and stage.name == path and stage.is_finished:
-            addresses.add(str(folder.parent / path))
-    if not addresses:
-        return ""
-    return f"\n  {path} is a stage of {counted(len(addresses), 'run')}; use one of them:" + "".join(
-        f"\n  {address}" for address in sorted(addresses)
-    )
 
 
 def resume_command(run: Path) -> str:

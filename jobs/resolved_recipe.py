@@ -52,10 +52,6 @@ class SharedClasses:
     trained: Collection[str] = ()  # fields of the training sets, whose class names become those of the model's outputs
 
 
-# Function from `init` to the architecture of these weights; None if the weights are missing.
-SourceModel = Callable[[str], ModelConfig | None]
-
-
 class StageKind:
     """Base class of stage kinds: a kind's inputs, model, checks, and how it runs.
 
@@ -72,7 +68,6 @@ class StageKind:
     makes_weights = False  # other stages can start from its weights
     needs_workers = True  # False: the driver does the work
     trains = False  # `config` is a TrainConfig
-    checks_budget = False  # `check_campaign` compares the stages with the recipe's `budget`
     missing_module = ""  # set for a kind whose module is not in this checkout
 
     def run(self, cfg: Any, context: "Context") -> Mapping[str, Any]:
@@ -82,10 +77,6 @@ class StageKind:
     def is_input(self, cfg: Any, field_name: str) -> bool:
         """Return whether the stage's key depends on the content of this field's input instead of its path."""
         return True
-
-    def missing(self, cfg: Any) -> Iterable[str]:
-        """Return a message for each field in `files` whose file does not exist."""
-        return ()
 
     def sets(self, cfg: Any) -> Collection[str]:
         """Return the names of the data sets that the stage writes; other stages read them as "@stage/set"."""
@@ -98,8 +89,11 @@ class StageKind:
         """
         return None
 
-    def model(self, cfg: Any, source_model: SourceModel) -> ModelConfig | None:
-        """Return the architecture of the stage's model; None if the stage has no model or the model is unknown."""
+    def model(self, cfg: Any, source: ModelConfig | None) -> ModelConfig | None:
+        """Return the architecture of the stage's model; None if the stage has no model or the model is unknown.
+
+        `source` is the architecture of the initial weights; None if there are none or they do not exist yet.
+        """
         return None
 
     def shared_classes(self, cfg: Any) -> list[SharedClasses]:
@@ -168,9 +162,6 @@ class StageKind:
         Raises ConfigError or DataError if this stage could not use the parent's output.
         """
 
-    def check_campaign(self, campaign: "Campaign") -> None:
-        """Raise ConfigError if a campaign cannot run although each of its stages has passed its checks."""
-
     def make_absolute(
         self, name: str, section: dict[str, Any], patterns: Sequence[str], absolute: "MakeAbsolute"
     ) -> None:
@@ -226,28 +217,39 @@ def reference(value: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a recipe; `key.resolve` fills in the fields from `model` on."""
+    """One stage of a recipe; `key.resolve` fills in the fields from `model` on.
+
+    The values that other stages determine (`references`) become known while the campaign runs; until then, `config` has
+    placeholders for them.
+    """
 
     name: str
     kind: StageKind
     config: Any  # an instance of the kind's config
     source: str  # its section in the recipe; a sweep's section becomes several stages
     references: Mapping[str, str] = field(default_factory=dict)  # field → "@stage/name" that determines its value
-    pending: tuple[str, ...] = ()  # fields of `references` with unknown values: `config` has placeholders for them
-
+    chosen: Mapping[str, object] = field(default_factory=dict)  # field of `references` → its value, if known
     # input field → "@stage/part" or a path; includes `references`
     parents: Mapping[str, str] = field(default_factory=dict)
+    reads: Mapping[str, Reads] = field(default_factory=dict)  # input field → its type, except for `references`
+
     model: ModelConfig | None = None  # the model after the stage; None if there is no model or it is unknown
+    keeps_head: bool = False  # whether the model has the head of its initial weights, whose class ids then apply
     key: str = ""
     # Inputs in the key → digest of their content, or the key of the stage that writes them.
     inputs: Mapping[str, str] = field(default_factory=dict)
     eval_inputs: Mapping[str, str] = field(default_factory=dict)  # the same for data sets not in the key
-    missing: tuple[str, ...] = ()  # messages about missing inputs from outside the campaign
+    missing: "tuple[MissingInput, ...]" = ()  # missing inputs from outside the campaign
 
     @property
     def is_run(self) -> bool:
         """Return whether the stage is a run of a sweep: one of several stages expanded from the same section."""
         return self.name != self.source
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Return the fields of `references` with unknown values."""
+        return tuple(name for name in self.references if name not in self.chosen)
 
     @property
     def links(self) -> dict[str, tuple[str, str]]:
@@ -356,7 +358,6 @@ class Context:
 
 # ------------------------------------------------------------------------ checks
 
-INPUTS = "inputs"  # subject of results about missing inputs
 MEMORY = "memory"  # subject of results about a stage's memory
 ERRORS: dict[int, type[PatchlineError]] = {
     ExitCode.CONFIG: ConfigError,
@@ -381,11 +382,33 @@ class CheckResult:
         text, _, remedy = (error_text(error) if isinstance(error, OSError) else str(error)).partition("\n")
         return CheckResult("FAIL", subject, text, remedy, ExitCode(exit_code(error)))
 
+    @property
+    def message(self) -> str:
+        """Return the text and the remedy."""
+        return f"{self.text}\n{self.remedy}".rstrip("\n")
+
     def error(self) -> PatchlineError:
         """Convert this result, which must have level FAIL, to an exception."""
-        error = ERRORS.get(self.exit_code, PatchlineError)(f"{self.text}\n{self.remedy}".rstrip("\n"))
+        error = ERRORS.get(self.exit_code, PatchlineError)(self.message)
         error.exit_code = self.exit_code
         return error
+
+
+@dataclass(frozen=True)
+class MissingInput(CheckResult):
+    """A FAIL for an input from outside the campaign that does not exist or cannot be used."""
+
+    stage: str = ""
+    field: str = ""  # the field of the stage's config that names the input: data.train
+    path: str = ""
+    problem: str = ""  # in one line
+
+    @staticmethod
+    def at(stage: str, field: str, path: str, message: str) -> "MissingInput":
+        """Return the result for an input; the first line of `message` is the problem."""
+        problem, _, remedy = message.partition("\n")
+        text = f"{stage}.{field}: {problem}"
+        return MissingInput("FAIL", "inputs", text, remedy, ExitCode.DATA, stage, field, path, problem)
 
 
 def index_if_made(path: str) -> Index | None:
@@ -408,7 +431,8 @@ class Available:
     def index(self, value: str) -> Index | None:
         """Return the index of a data set named in the recipe; None if the index does not exist yet."""
         if value not in self.indexes:
-            self.indexes[value] = index_if_made(self.campaign.path_of(value))
+            path = self.campaign.path_of(value)
+            self.indexes[value] = index_if_made(path)
         return self.indexes[value]
 
     def classes(self, value: str) -> int | None:

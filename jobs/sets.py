@@ -21,7 +21,7 @@ from data.index.names import Names, ids_of
 from data.optional import load_optional
 from data.shards.subset import Rule, check_seed
 from data.sources.folders import class_folders, folder_classes, images_below, unlabelled_folder
-from data.sources.numbering import Numbering, check_unambiguous, number, read_class_list
+from data.sources.numbering import Numbering, check_unambiguous, number
 from data.sources.samples import DIGITS, Archive, Sample, digits, numbered
 from data.walk import class_folders_in, matching
 from pipeline.config import Tags, require, tags
@@ -39,6 +39,7 @@ USER_SOURCES = (
 COUNTED_SAMPLES = "data.extras.known_sets.archive:samples_of_archive"
 KNOWN_SETS = "data.extras.known_sets.known:known_archive"
 SOURCES = "data.extras.sources."  # readers of sources other than class folders and known data sets
+CLASS_LISTS = "data.extras.class_lists:read_class_list"  # reads `names`
 VTAB_TASKS = "data.extras.known_sets.vtab_prepared:VTAB"
 FROM_URLS = ("shards", "parquet")  # sources that can be URLs; parquet only on the Hub
 UNLABELLED = ("folder", "table", "tars", "shards", "parquet")  # sources that can be used without labels
@@ -286,7 +287,7 @@ def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, give
     target: Names = ()
     if cfg.names:
         giver = cfg.names
-        target = read_class_list(cfg.names)
+        target = load_optional(CLASS_LISTS, f"{name}.names")(cfg.names)
         if cfg.source == "tars":
             check_unambiguous(target, cfg.names)
     elif cfg.classes_of:

@@ -70,13 +70,13 @@ def read_record(path: Path) -> dict[str, Any]:
     """
     try:
         values = unseal(path.read_bytes())
+        # Callers join these file names to the record's folder, so they must not lead outside it.
+        files = values.get("files")
+        for name in files if isinstance(files, dict) else ():
+            check_file_name(name, str(path))
     except Unsealed as error:
         raise altered(path, str(error), None) from None
     values.pop("schema", None)
-    # Callers join these file names to the record's folder, so they must not lead outside it.
-    files = values.get("files")
-    for name in files if isinstance(files, dict) else ():
-        check_file_name(name, str(path))
     return values
 
 
@@ -251,6 +251,11 @@ def check_weights(folder: Path, log: Callable[[str], None]) -> CheckedWeights:
             elif folder.suffix in (".npz", ".safetensors") or (folder / "model.safetensors").is_file():
                 way_out = f"to use the weights of another project, import them: python -m jobs import {folder} FOLDER"
             raise DataError(f"no {WEIGHTS} in {folder}\n  {way_out}")
+        if not (folder / CONFIG).is_file():
+            raise DataError(
+                f"{folder} has no {CONFIG}, so the architecture of the weights is unknown\n"
+                "  expected a folder written by a stage or by python -m jobs import, or @stage"
+            )
         weights = digest_of(folder / WEIGHTS)
         log(f"unverified: {folder} has no recorded digests, so changes to its weights cannot be detected")
     log_if_slow(began, weights["bytes"], folder, log)

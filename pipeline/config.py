@@ -358,13 +358,13 @@ def as_json(values: object) -> dict[str, object]:
     return json.loads(json.dumps(values, default=str))
 
 
-def differences(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
-    """Return "key: old → new" for every key whose value differs, in the order of `old`, then `new`."""
-    changes = []
+def differences(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, str]:
+    """Return "key: old → new" for every key whose value differs, by key, in the order of `old`, then `new`."""
+    changes = {}
     # A dict, unlike a set, keeps the order of its keys.
     for key in {**old, **new}:
         before = old.get(key)
         after = new.get(key)
         if before != after:
-            changes.append(f"{key}: {old.get(key, 'absent')} → {new.get(key, 'absent')}")
+            changes[key] = f"{key}: {old.get(key, 'absent')} → {new.get(key, 'absent')}"
     return changes

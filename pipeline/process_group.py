@@ -38,7 +38,7 @@ from data.errors import ClusterError, MismatchedNodes
 from data.files import SAME_STORAGE, look_for
 from data.storage import Storage
 from pipeline import artifacts
-from pipeline.engine.deepspeed import import_deepspeed, untested_pair
+from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.identity import (
     DEVICE,
     MUST_BE_EQUAL,
@@ -433,12 +433,8 @@ def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_f
 
 
 def log_differences(arrivals: Sequence[Arrival], claimed: float, log: Callable[[str], None]) -> None:
-    """Log conditions that do not prevent training but may cause problems: versions, devices, clocks."""
+    """Log differences that do not prevent training but may cause problems: versions, devices, clocks."""
     workers = [arrival.identity for arrival in arrivals]
-    # All workers have the same pair; the engine check decides whether it computes correctly.
-    untested = untested_pair(workers[0]["packages"])
-    if untested:
-        log(untested)
     for difference in differences(workers, (*SHOULD_BE_EQUAL, *DEVICE)):
         log(str(difference))
     # Find the worker whose clock differs most from rank 0's.

@@ -312,9 +312,8 @@ def check_stage(cfg: TrainConfig, job: Job, manifest: Manifest, folder: str) -> 
     if manifest.key == job.key:
         return
     # The key also covers the stage's inputs, so it can differ although all config fields are equal.
-    changed = (
-        "; ".join(config.differences(recorded(manifest.config), recorded(config.tagged(cfg, "forbid")))) or "its inputs"
-    )
+    changes = config.differences(recorded(manifest.config), recorded(config.tagged(cfg, "forbid")))
+    changed = "; ".join(changes.values()) or "its inputs"
     raise CheckpointError(
         f"the newest checkpoint in {folder} has the stage key {manifest.key[:8]}, expected {job.key[:8]}; "
         f"changed: {changed}\n  move the checkpoint back to the folder of its stage"
@@ -384,7 +383,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         changed = config.differences(flat_values(before), flat_values({name: record[name] for name in before}))
         if changed:
             group.telemetry.log(
-                f"conditions have changed since the previous attempt: {'; '.join(changed)}\n"
+                f"conditions have changed since the previous attempt: {'; '.join(changed.values())}\n"
                 "  the last bits may differ from here on"
             )
     if worker.data.index.remote:

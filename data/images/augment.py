@@ -47,7 +47,8 @@ class AugmentConfig:
     min_aspect: float = 0.75  # smallest width / height of a crop (TensorFlow's default)
     max_aspect: float = 1.33  # largest width / height of a crop (TensorFlow's default)
     randaug_layers: int = 0  # RandAugment operations per image; 0 disables it (AugReg and the better baselines: 2)
-    randaug_magnitude: float = 10.0  # strength of each operation, 0 to 30; 0 is not a no-op
+    # strength of each operation, 0 to 30; 0 is not a no-op; shifts are 10 pixels × magnitude, in images of any size
+    randaug_magnitude: float = 10.0
 
     LATER: ClassVar[tuple[str, ...]] = ("squash",)  # see `pipeline.config.tagged`
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from data.errors import ClusterError
 from jobs.cluster import embedded
 from jobs.cluster.agent import Agent, NodeAgent
-from jobs.cluster.ray import connect
+from jobs.cluster.ray import connect, joined_cluster
 from jobs.cluster.worker import LOOPBACK
 from jobs.cluster_config import ClusterConfig, cores
 from pipeline.identity import Identity, workers_per_gpu
@@ -177,22 +177,23 @@ def start_workers(cluster: ClusterConfig, log: Callable[[str], None], meanwhile:
     if cluster.backend == "processes":
         check_gpus(cluster, cluster.least)  # before images are packed
     meanwhile()
+    nodes = nodes_of(cluster)
     if cluster.backend == "ray":
-        info = connect(cluster)
+        info = joined_cluster()
         kind = "embedded, stops with this command" if info.embedded else f"joined at {info.address}"
         log(f"ray: {counted(info.nodes, 'node')}, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
         if info.dashboard:
             log(f"dashboard: {info.dashboard} (for its token, run ray get-auth-token)")
-    nodes_of(cluster).warm_up()
+    nodes.warm_up()
     load = os.getloadavg()[0]
     if cluster.backend == "processes" and load > 2 * cores():
         log(f"this machine is busy (load {load:.0f} on {cores()} cores), so the run will take longer than planned")
-    warn_of_unused_gpus(cluster, log)
+    warn_of_unused_gpus(cluster, nodes, log)
 
 
-def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> None:
+def warn_of_unused_gpus(cluster: ClusterConfig, nodes: Nodes, log: Callable[[str], None]) -> None:
     """Log how many GPUs are unused, and which setting would use them."""
-    gpus, place = nodes_of(cluster).gpus_present()
+    gpus, place = nodes.gpus_present()
     used = cluster.most * cluster.gpus_per_worker
     unused = f"unused GPUs: {gpus - used} of {gpus} in this {place}"
     if gpus and not used:

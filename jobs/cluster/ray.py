@@ -111,7 +111,11 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
             _init_ray(address=address, runtime_env=runtime_env)
         except Exception as error:
             raise explain(error, address) from None
+    return joined_cluster()
 
+
+def joined_cluster() -> ClusterInfo:
+    """Describe the cluster that this process has joined."""
     import ray
 
     resources = ray.cluster_resources()

@@ -9,7 +9,6 @@ import typer
 
 from data.errors import ConfigError
 from data.files import state_folder
-from data.storage import Folder
 from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe
 
@@ -44,10 +43,11 @@ def run(
 
 def run_document(campaign: "Campaign") -> Document:
     """Return the status of a campaign's run, with the weights and metrics of each stage."""
-    from jobs.commands.status import status_of
+    from jobs.commands.status import status_document
+    from jobs.run.reading import stage_folders
 
-    storage = campaign.storage
-    return status_of(campaign.run, None if isinstance(storage, Folder) else storage)
+    _, folders = stage_folders(campaign.run)
+    return status_document(folders, campaign.storage)
 
 
 # ------------------------------------------------------------------------------------------------ recipes

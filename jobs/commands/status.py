@@ -3,7 +3,7 @@
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from data.checks import few
 from data.errors import CheckpointError, DataError, UsageError
 from data.files import MANIFEST, write_atomically
-from data.storage import Folder
+from data.optional import load_optional
+from data.storage import Folder, Storage
 from jobs.answer import Answer, Document, Step
 from jobs.commands.arguments import Debug, Run
 from jobs.named_stages import find_stage
@@ -29,15 +30,17 @@ from pipeline.values import amount, duration
 if TYPE_CHECKING:  # imports the object-store clients, which a local run does not need
     from data.bucket import Bucket
 
+LOCAL_COPY = "jobs.extras.stored_runs:local_copy"
+
 
 def status(run: Run, _debug: Debug = False) -> Answer:
     """Show each stage's step, loss, speed, ETA and last checkpoint."""
     if "://" not in run:
         return Answer(status_of(run_or_stage(run)), status_lines)
     # Reading an object store imports torch, which local runs do not need.
-    from jobs.commands.stored_runs import local_copy
     from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
+    local_copy = load_optional(LOCAL_COPY, "the URL of a run")
     with local_copy(run) as (store, stage):
         for folder in store.local.iterdir():
             # Only the newest manifest is needed: it has the step from which the stage would resume.
@@ -57,30 +60,33 @@ def run_or_stage(path: str) -> Path:
 # ------------------------------------------------------------------------ the document
 
 
-def status_of(run: Path, store: "Bucket | None" = None) -> Document:
-    """Return the status of a run: its last command, and all stages in the order of their first start, or one stage.
+def status_of(path: Path, store: "Bucket | None" = None) -> Document:
+    """Return the status of a run, or of one stage if `path` is its folder.
 
-    For a run in an object store, `run` is a local copy of the run or of one stage; the document has the URL. Raises
-    UsageError if there is no run, or StorageError if the object store cannot be read.
+    For a run in an object store, `path` is a local copy of the run or of one stage. Raises UsageError if there is no
+    run, or StorageError if the object store cannot be read.
     """
-    # 1. The stages. Each stage folder has a stage.json from the start.
-    run, folders = stage_folders(run)
+    run, folders = stage_folders(path)
     if not folders:
         raise no_run(run)
+    return status_document(folders, store or Folder(run))
 
-    # 2. The running command, or how the last one ended.
+
+def status_document(folders: Sequence[Path], storage: Storage) -> Document:
+    """Return the status of a run's last command and of the stages in these folders, in the order of the folders."""
+
+    # 1. The running command, or how the last one ended.
     def report(text: str) -> None:
         print(f"status: {text}", file=sys.stderr, flush=True)
 
-    storage = store or Folder(run)
-    last = read_command(run, storage, report)
+    last = read_command(storage.local, storage, report)
     steps: list[Step] = []
     if last.state in ("stopped", "killed"):
         steps.append({"do": "instead", "command": last.command, "text": f"to resume, run {last.command}"})
     # A submitted job reads its recipe from its own environment, so its command does not work elsewhere.
     if steps and last.lease is not None and last.lease["job"].startswith(RAY_JOB):
         steps = [{"do": "read", "text": f"to resume, run python -m jobs submit RECIPE run={storage.address()}"}]
-    address = store.url if store is not None else str(run)
+    address = storage.address()
     command = {
         "state": last.state,
         "command": last.command,
@@ -90,6 +96,8 @@ def status_of(run: Path, store: "Bucket | None" = None) -> Document:
         "lease": last.lease,
         "problem": last.problem,
     }
+
+    # 2. The stages.
     stages = [stage_status(folder, f"{address}/{folder.name}", has_ended=last.has_ended) for folder in folders]
     return {"run": address, "command": command, "stages": stages, "next": steps}
 

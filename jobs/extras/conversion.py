@@ -18,12 +18,12 @@ import typer
 
 import models
 from data.errors import DataError, UsageError
+from data.extras.class_lists import read_class_list
 from data.files import atomic_file, rename, sync, temporary_name
 from data.index.names import preview
-from data.sources.numbering import read_class_list
 from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug
-from jobs.commands.weights import check_weights_exist, find_weights
+from jobs.extras.named_weights import check_weights_exist, find_weights
 from jobs.stage_folders import stage_at, stages_in
 from jobs.terminal import activity
 from models.configs import HALF
@@ -204,7 +204,7 @@ def export(
             artifacts.record_weights(made, record)
     lines = described(model, directory, names, preprocessing, verification)
     # 4. Report differences between the configs, and between the outputs for one random image.
-    for change in differences(models.to_dict(config), models.to_dict(exported.config)):
+    for change in differences(models.to_dict(config), models.to_dict(exported.config)).values():
         lines.append(f"becomes  {change}")
     # Pixel values from −1 to 1, as in normalised images.
     import torch

@@ -9,7 +9,7 @@ from pathlib import Path
 from data.errors import UsageError
 from data.index.shard import IMAGES
 from data.walk import files_below
-from jobs.commands.arguments import near_path
+from jobs.extras.data_commands import near_path
 
 
 def check_images(paths: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ from typing import Any, TextIO
 
 from data.errors import ExitCode, exit_code
 from jobs.answer import Answer, Document, Step
-from jobs.commands.arguments import similar_path
+from jobs.extras.data_commands import similar_path
 from jobs.terminal import as_typed, handle_of, program, write_last
 
 GROUPS = ("checkpoints", "data")  # commands of two words

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from data.errors import ConfigError
-from jobs.recipe.references import value_at
 from jobs.resolved_recipe import Campaign, Stage
 from pipeline import config
 from pipeline.config import require
@@ -57,9 +56,9 @@ def describe_value(campaign: Campaign, stage: Stage, field: str) -> str:
     name, part = stage.links[field]
     source = campaign.stage(name)
     text = source.kind.value_in_words(source.config, part)
-    if field in stage.pending:
+    if field not in stage.chosen:
         return f"{text}, known after {source.name}"
-    return f"{value_at(stage.config, field.split('.'))}, {text} ({source.name})"
+    return f"{stage.chosen[field]}, {text} ({source.name})"
 
 
 def flat(fields: Section, where: str, prefix: str = "") -> dict[str, object]:

@@ -11,8 +11,17 @@ import typer
 
 from data.errors import UsageError
 from jobs.answer import Answer, Document
-from jobs.commands.arguments import Debug, stoppable
-from jobs.commands.sets import CacheFolder, IndexPath, Name, Workers, cache_config, refuse_file, set_document
+from jobs.commands.arguments import Debug
+from jobs.extras.data_commands import (
+    CacheFolder,
+    IndexPath,
+    Name,
+    Workers,
+    cache_config,
+    refuse_file,
+    set_document,
+    stoppable,
+)
 from jobs.named_stages import find_set
 from jobs.progress import ProgressMeter
 

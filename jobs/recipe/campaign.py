@@ -36,12 +36,13 @@ from jobs.resolved_recipe import Available, Campaign, Kinds, Reads, Sections, St
 from jobs.stage_folders import TABLE
 from models.checks import did_you_mean
 from pipeline import config
-from pipeline.config import ConfigDataclass, require
+from pipeline.config import ConfigDataclass
 from pipeline.recipe import Recipe, read_recipe
-from pipeline.values import read_number
 from pipeline.variables import texts_in
 
 TRACKERS = "jobs.extras.monitor.trackers_config:TrackersConfig"
+READ_BUDGET = "jobs.extras.studies.law:read_budget"
+CHECK_BUDGET = "jobs.extras.studies.law:check_budget"
 URL_SETS = "jobs.extras.url_sets:with_indexed_urls"
 NOT_STAGES = ("run", "cluster", "trackers", "budget")  # keys of a recipe that apply to the whole campaign
 
@@ -60,23 +61,24 @@ def resolve(recipe: Recipe, kinds: Kinds) -> Campaign:
     for stage in campaign.stages:
         stages[stage.name] = key.resolve(stage, stages, digests, kinds)
         # If the run is in an object store, packed shards would be on this machine only.
-        require(
-            campaign.remote is None or not stage.kind.sets(stage.config),
-            f"{stage.name} is a {stage.kind.name} stage, but run is {campaign.remote}: other nodes could not read "
-            "the data sets that it writes\n"
-            "  expected data sets that every node can read, such as data.train: indexes/train for shards at s3://…\n"
-            "  first pack images with python -m jobs pack, and copy the tars to the store;\n"
-            "  then run python -m jobs index s3://BUCKET/SET --output indexes/train, also for a URL in the recipe\n"
-            "  (docs/run-storage.md)",
-        )
+        if campaign.remote is not None and stage.kind.sets(stage.config):
+            raise ConfigError(
+                f"{stage.name} is a {stage.kind.name} stage, but run is {campaign.remote}: other nodes could not read "
+                "the data sets that it writes\n"
+                "  expected data sets that every node can read, such as data.train: indexes/train for shards at "
+                "s3://…\n"
+                "  first pack images with python -m jobs pack, and copy the tars to the store;\n"
+                "  then run python -m jobs index s3://BUCKET/SET --output indexes/train, also for a URL in the recipe\n"
+                "  (docs/run-storage.md)"
+            )
     check_run_path(campaign.run)
     campaign = with_values(replace(campaign, stages=tuple(stages.values())))
     # Check every stage before the first one starts, so that the last one does not fail its checks after days.
     available = Available(campaign, checks_files=False)
     for stage in campaign.stages:
         refuse(validate(stage, available))
-    for kind in kinds.values():
-        kind.check_campaign(campaign)
+    if campaign.budget is not None:
+        load_optional(CHECK_BUDGET, "budget")(campaign)
     return campaign
 
 
@@ -88,10 +90,13 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
     # 1. The run: a path, or a URL in an object store.
     run = recipe.values.get("run", recipe.default_run)
     # An empty shell variable, as in run=$RUN, must not select an existing run.
-    require(run not in (None, ""), f"run is empty, expected a folder\n  set run={recipe.default_run}")
-    require(isinstance(run, str), f"run is {run!r}, expected a folder\n  set run=./{run}")
+    if run in (None, ""):
+        raise ConfigError(f"run is empty, expected a folder\n  set run={recipe.default_run}")
+    if not isinstance(run, str):
+        raise ConfigError(f"run is {run!r}, expected a folder\n  set run=./{run}")
     # A remaining `~` belongs to an unknown user: do not create a folder of this name.
-    require(not run.startswith("~"), f"run is {run}, but there is no such user\n  use an absolute path: run=/…")
+    if run.startswith("~"):
+        raise ConfigError(f"run is {run}, but there is no such user\n  use an absolute path: run=/…")
 
     # 2. The sections of the whole campaign, and the stages.
     cluster = config.build(ClusterConfig, recipe.values.get("cluster", {}), "cluster")
@@ -105,19 +110,18 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
             raise
     budget = recipe.values.get("budget")
     if budget is not None:
-        typed = budget
-        budget = read_number(budget, "budget", whole=False)
-        require(budget is not None and budget > 0, f"budget is {typed}, expected a number of exaFLOPs greater than 0")
-        is_checked = any(kind.checks_budget for kind in kinds.values())
-        require(
-            is_checked,
-            "budget cannot be checked, because the extra that counts exaFLOPs is not in this checkout\n"
-            "  remove the key",
-        )
+        try:
+            budget = load_optional(READ_BUDGET, "budget")(budget)
+        except MissingExtra:
+            raise ConfigError(
+                "budget cannot be checked, because the extra that counts exaFLOPs is not in this checkout\n"
+                "  remove the key"
+            ) from None
     sections = dict(recipe.values)
     for name in NOT_STAGES:
         sections.pop(name, None)
-    require(bool(sections), f"{recipe.source} has no stage\n  expected a section named {', '.join(kinds)}")
+    if not sections:
+        raise ConfigError(f"{recipe.source} has no stage\n  expected a section named {', '.join(kinds)}")
     stages = {}
     # Resolved folders of inputs, cached so that each is reported only once, even if many runs of a sweep read it.
     folders: dict[tuple[str, Reads], str] = {}
@@ -133,8 +137,10 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
         kind, stage_config = read_section(name, placeholders.fill(name, references), kinds)
         # Inputs from other runs may be given without the stage's key: runs/x/parts/train.
         parents: dict[str, str] = {}
+        types: dict[str, Reads] = {}
         for field, (path, reads) in kind.inputs_of(stage_config).items():
             parents[field] = path
+            types[field] = reads
             if reference(path) is not None or path == "???" or reads in (Reads.FILE, Reads.OUTCOME):
                 continue
             if (path, reads) not in folders:
@@ -148,7 +154,9 @@ def parse(recipe: Recipe, kinds: Kinds) -> Campaign:
                 stage_config = with_field(stage_config, field.split("."), folders[path, reads])
                 parents[field] = folders[path, reads]
         parents |= references
-        stages[name] = Stage(name, kind, stage_config, section.source, references, tuple(references), parents)
+        stages[name] = Stage(
+            name, kind, stage_config, section.source, references=references, parents=parents, reads=types
+        )
     ordered = in_order({name: stages[name] for name in expanded})
 
     # 3. A run in an object store also has a local folder, named after the URL so that it is the same on all nodes.
@@ -187,11 +195,11 @@ class Placeholders:
             # A string that begins with "@" is not always a reference.
             if not self.of(source):
                 continue
-            require(
-                part in self.of(source),
-                f"{name}.{field} is {value}, but {source} does not have the value {part!r}"
-                f"{did_you_mean(part, self.of(source))}",
-            )
+            if part not in self.of(source):
+                raise ConfigError(
+                    f"{name}.{field} is {value}, but {source} does not have the value {part!r}"
+                    f"{did_you_mean(part, self.of(source))}"
+                )
             references[field] = value
         return references
 
@@ -233,7 +241,8 @@ def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, C
     values = dict(section)
     kind_name = values.pop("kind", name)
     names = ", ".join(kinds)
-    require(isinstance(kind_name, str), f"{name}.kind is {config.shown(kind_name)}, expected one of {names}")
+    if not isinstance(kind_name, str):
+        raise ConfigError(f"{name}.kind is {config.shown(kind_name)}, expected one of {names}")
     if kind_name not in kinds and "kind" in section:
         raise ConfigError(f"{name}.kind is {kind_name}{did_you_mean(kind_name, kinds)}\n  expected one of {names}")
     if kind_name not in kinds:
@@ -254,11 +263,11 @@ def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, C
     if "passes" in values:
         values.setdefault("steps", None)
     kind = kinds[kind_name]
-    require(
-        not kind.missing_module,
-        f"{name} is a {kind_name} stage, which needs {kind.missing_module}, but this file is not in this checkout\n"
-        "  restore the file from the repository, or remove the stage from the recipe",
-    )
+    if kind.missing_module:
+        raise ConfigError(
+            f"{name} is a {kind_name} stage, which needs {kind.missing_module}, but this file is not in this checkout\n"
+            "  restore the file from the repository, or remove the stage from the recipe"
+        )
     return kind, config.build(kind.config, values, name, kind.defaults)
 
 
@@ -268,12 +277,9 @@ def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
     for name, stage in stages.items():
         reads[name] = set()
         for field, (parent, _) in stage.links.items():
+            if parent == name:
+                raise ConfigError(f"{name}.{field} is @{parent}, the stage itself\n  expected another stage, or a path")
             # Report unknown names here, because the sorter would treat them as additional stages.
-            require(
-                parent != name, f"{name}.{field} is @{parent}, the stage itself\n  expected another stage, or a path"
-            )
-            # Search for a similar name only after an error: in a large sweep, the search takes as long as all other
-            # steps.
             if parent not in stages:
                 raise ConfigError(
                     f"{name}.{field} is @{parent}, but the recipe has no stage {parent}{did_you_mean(parent, stages)}"

@@ -12,7 +12,6 @@ from pathlib import Path
 import models
 from data.errors import DataError
 from data.index.names import Names, agreed_names
-from jobs.recipe.key import model_at
 from jobs.resolved_recipe import Available, Stage, reference
 from models.weights.folder import CLASSES, CONFIG
 from pipeline.evaluation import any_weights
@@ -26,7 +25,7 @@ def check(stage: Stage, available: Available) -> None:
     """
     for shared in stage.kind.shared_classes(stage.config):
         named: list[tuple[str, Names]] = []
-        if shared.with_head and keeps_head_of_weights(stage, available):
+        if shared.with_head and stage.keeps_head:
             named.append((f"the weights {stage.config.init}", of_weights(stage.config.init, available)))
         for field, path in shared.sets.items():
             for index in available.made([path]):
@@ -42,7 +41,7 @@ def of_stage(stage: Stage, available: Available) -> Names:
             for index in available.made([shared.sets[field]]):
                 trained.append((shared.sets[field], index.names))
     names = agreed_names(trained, stage.name)
-    if not names and keeps_head_of_weights(stage, available):
+    if not names and stage.keeps_head:
         names = of_weights(stage.config.init, available)
     return names
 
@@ -60,17 +59,3 @@ def of_weights(init: str, available: Available) -> Names:
         return ()
     parent, _ = link
     return of_stage(available.campaign.stage(parent), available)
-
-
-def keeps_head_of_weights(stage: Stage, available: Available) -> bool:
-    """Return whether a stage keeps the head of its initial weights, in which case their class ids must match."""
-    init = getattr(stage.config, "init", None)
-    if init is None:
-        return False
-    link = reference(init)
-    if link is not None:
-        parent, _ = link
-        source = available.campaign.stage(parent).model
-    else:
-        source = model_at(init)
-    return stage.kind.keeps_head(stage.config, source, stage.model)

@@ -17,13 +17,12 @@ from data.errors import ConfigError, DataError
 from data.images.augment import RESIZE_BEFORE_RANDOM_CROP
 from data.images.preprocess import corrections
 from data.index.document import load_index
-from jobs.resolved_recipe import Kinds, Reads, Stage, reference
+from jobs.resolved_recipe import Kinds, MissingInput, Reads, Stage, reference
 from jobs.stage_folders import TABLE
 from models import ModelConfig
 from models.checks import did_you_mean
 from models.weights.folder import CONFIG
 from pipeline import artifacts, config
-from pipeline.config import require
 from pipeline.evaluation import any_weights
 
 SCHEMA = 1  # version of the outputs of stages; increasing it makes every stage run again
@@ -37,36 +36,22 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     same weights.
     """
     # 1. A digest for the content of each input.
-    missing: list[str] = []
+    missing: list[MissingInput] = []
     keys: dict[str, str] = {}
-    inputs = stage.kind.inputs_of(stage.config)
     links = stage.links
-    for field_name, (value, reads) in inputs.items():
+    for field_name, reads in stage.reads.items():
+        value = stage.parents[field_name]
         if field_name in links:
             parent_name, part = links[field_name]
             parent = earlier[parent_name]
             check_part(f"{stage.name}.{field_name}", value, reads, parent, part, kinds)
             keys[field_name] = f"{parent.key}/{part}"
             continue
-        require(value != "???", f"{stage.name}.{field_name} is missing\n  expected a path, or @stage")
+        if value == "???":
+            raise ConfigError(f"{stage.name}.{field_name} is missing\n  expected a path, or @stage")
         try:
             if (reads, value) not in digests:
-                # Log nothing while a recipe is read; the check of the weights is logged when the stage starts.
-                if reads is Reads.TABLE:
-                    digest = hashlib.sha256((Path(value) / TABLE).read_bytes()).hexdigest()
-                elif reads is Reads.FILE:
-                    digest = hashlib.sha256(Path(value).read_bytes()).hexdigest()
-                elif reads is Reads.WEIGHTS:
-                    digest = artifacts.check_weights(Path(value), log=lambda text: None).sha256
-                elif reads is Reads.ANY_WEIGHTS:
-                    digest = any_weights.digest_of(value, log=lambda text: None)
-                    # By default, weights are evaluated with the preprocessing recorded with them.
-                    recorded = any_weights.recorded_preprocessing(value)
-                    if recorded is not None:
-                        digest = f"{digest} {recorded.ops}"
-                else:
-                    digest = load_index(value).digest
-                digests[reads, value] = digest
+                digests[reads, value] = digest_of(reads, value)
             keys[field_name] = digests[reads, value]
         # The input does not exist, or its content differs from its recorded digest.
         except (DataError, OSError) as error:
@@ -77,11 +62,13 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
                 if reads in (Reads.WEIGHTS, Reads.ANY_WEIGHTS):
                     expected = "a folder with weights, or @stage"
                 text = f"cannot be read: {error}\n  expected {expected}"
-            missing.append(f"{stage.name}.{field_name}: {text}")
-    for message in stage.kind.missing(stage.config):
-        missing.append(f"{stage.name}.{message}")
+            missing.append(MissingInput.at(stage.name, field_name, value, text))
 
-    # 2. The inputs in the key: those that must not change on resume. A test set may change before a resume, so it is
+    # 2. The model, unless the initial weights are missing or damaged.
+    if keys.get("init") != MISSING:
+        stage = with_model(stage, earlier)
+
+    # 3. The inputs in the key: those that must not change on resume. A test set may change before a resume, so it is
     # tagged "warn". For a value determined by another stage, the key contains that stage's key and the placeholder.
     forbidden = config.tagged(stage.config, "forbid")
     inputs_in_key: dict[str, str] = {}
@@ -105,7 +92,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
         if is_evaluation_field or (selects_weights and name == "evaluate_every"):
             inputs_in_key[name] = keys.get(name, str(warned_value))
 
-    # 3. The key. It contains the digests of inputs instead of their paths, so moving the data does not change it.
+    # 4. The key. It contains the digests of inputs instead of their paths, so moving the data does not change it.
     values = dict(forbidden)
     for name in (*keys, *stage.kind.inputs):
         values.pop(name, None)
@@ -125,16 +112,25 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     if corrected:
         identity["corrected"] = corrected
 
-    stage = replace(
-        stage,
-        key=config.digest(identity),
-        inputs=inputs_in_key,
-        eval_inputs=eval_inputs,
-    )
-    # 4. The model, unless the initial weights are missing or damaged.
-    if keys.get("init") != MISSING:
-        stage = replace(stage, model=model_of(stage, earlier, missing))
-    return replace(stage, missing=tuple(missing))
+    key = config.digest(identity)
+    return replace(stage, key=key, inputs=inputs_in_key, eval_inputs=eval_inputs, missing=tuple(missing))
+
+
+def digest_of(reads: Reads, path: str) -> str:
+    """Return the digest of an input. Raises DataError or OSError if it does not exist or was altered."""
+    if reads is Reads.TABLE:
+        return hashlib.sha256((Path(path) / TABLE).read_bytes()).hexdigest()
+    if reads is Reads.FILE:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    # Log nothing while a recipe is read; the check of the weights is logged when the stage starts.
+    if reads is Reads.WEIGHTS:
+        return artifacts.check_weights(Path(path), log=lambda text: None).sha256
+    if reads is Reads.ANY_WEIGHTS:
+        digest = any_weights.digest_of(path, log=lambda text: None)
+        # By default, weights are evaluated with the preprocessing recorded with them.
+        recorded = any_weights.recorded_preprocessing(path)
+        return digest if recorded is None else f"{digest} {recorded.ops}"
+    return load_index(path).digest
 
 
 def check_part(field_name: str, value: str, reads: Reads, parent: Stage, part: str, kinds: Kinds) -> None:
@@ -158,11 +154,11 @@ def check_part(field_name: str, value: str, reads: Reads, parent: Stage, part: s
             )
     elif reads not in (Reads.OUTCOME, Reads.TABLE, Reads.FILE):
         sets = parent.kind.sets(parent.config)
-        require(
-            bool(sets),
-            f"{field_name} is {value}, but a {parent.kind.name} stage writes no data set\n"
-            "  expected @STAGE/SET with a pack stage, or the path of an index",
-        )
+        if not sets:
+            raise ConfigError(
+                f"{field_name} is {value}, but a {parent.kind.name} stage writes no data set\n"
+                "  expected @STAGE/SET with a pack stage, or the path of an index"
+            )
         if part not in sets:
             references = [f"@{parent.name}/{name}" for name in sets]
             raise ConfigError(
@@ -171,30 +167,22 @@ def check_part(field_name: str, value: str, reads: Reads, parent: Stage, part: s
             )
 
 
-def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> ModelConfig | None:
-    """Return the architecture of a stage's model, given by the recipe and any initial weights.
+def with_model(stage: Stage, earlier: Mapping[str, Stage]) -> Stage:
+    """Return a stage with the architecture of its model, given by the recipe and any initial weights.
 
-    Returns None if the stage has no model, or if its initial weights do not exist yet. If the weights have no model
-    config, a message is added to `missing`.
+    The architecture is None if the stage has no model, or if its initial weights do not exist yet.
     """
-
-    def source_model(init: str) -> ModelConfig | None:
+    init = getattr(stage.config, "init", None)
+    source: ModelConfig | None = None
+    if init is not None:
         link = reference(init)
-        if link is not None:
-            parent_name, _ = link
-            return earlier[parent_name].model
-        source = model_at(init)
-        if source is None:
-            missing.append(
-                f"{stage.name}.init: {init} has no {CONFIG}, so the architecture of the weights is unknown\n"
-                "  expected a folder written by a stage or by python -m jobs import, or @stage"
-            )
-        return source
-
+        source = model_at(init) if link is None else earlier[link[0]].model
     try:
-        return stage.kind.model(stage.config, source_model)
+        model = stage.kind.model(stage.config, source)
     except ConfigError as error:
         raise ConfigError(f"{stage.name}.{error}") from None
+    keeps_head = init is not None and stage.kind.keeps_head(stage.config, source, model)
+    return replace(stage, model=model, keeps_head=keeps_head)
 
 
 def model_at(folder: str) -> ModelConfig | None:

@@ -8,14 +8,12 @@
 
 import platform
 import sys
-from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import models
 from jobs.recipe.key import MISSING
-from jobs.recipe.references import known_values
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.stage_folders import RECORD
 from pipeline import artifacts, config
@@ -38,9 +36,8 @@ def stage_record(stage: Stage) -> dict[str, Any]:
         "warn": recorded(config.tagged(stage.config, "warn")),
         "eval_inputs": dict(stage.eval_inputs),
     }
-    known = known_values(stage)
-    if known:
-        record["chosen"] = known
+    if stage.chosen:
+        record["chosen"] = dict(stage.chosen)
     return record
 
 
@@ -49,23 +46,19 @@ def forbidden_fields(stage: Stage) -> dict[str, object]:
     fields = config.tagged(stage.config, "forbid")
     fields.pop("model", None)
     if stage.model:
-        for name, value in models.to_dict(stage.model).items():
+        # The result is compared with a stage.json, in which tuples are lists.
+        for name, value in config.as_json(models.to_dict(stage.model)).items():
             fields[f"model.{name}"] = value
     for field, key in stage.inputs.items():
         fields[f"content of {field}"] = key
-    # The result is compared with a stage.json, in which tuples are lists.
-    return recorded(config.as_json(fields))
+    return recorded(fields)
 
 
 def changes_since(folder: Path, stage: Stage) -> dict[str, str]:
     """Return the "forbid" fields that differ from the record in a stage's folder: field → description."""
+    now = forbidden_fields(stage)
     before = recorded(artifacts.read_record(folder / RECORD)["forbid"])
-    return by_field(config.differences(before, forbidden_fields(stage)))
-
-
-def by_field(differences: Iterable[str]) -> dict[str, str]:
-    """Return descriptions such as "optim.lr: 0.1 → 0.2", by the name of the field."""
-    return {text.partition(":")[0]: text for text in differences}
+    return config.differences(before, now)
 
 
 def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
@@ -82,7 +75,7 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
     # Ignore recorded keys that this version of Patchline no longer has, if their value is null.
     # Records of earlier versions have the values of environment variables.
     before = {name: recorded(value) for name, value in record["warn"].items() if name in now or value is not None}
-    changes = by_field(config.differences(before, now))
+    changes = config.differences(before, now)
     for field, content in stage.eval_inputs.items():
         # A missing test set is not a change: a finished stage is skipped even if it is gone.
         if field not in contents or content == MISSING:

@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from data.errors import DataError
-from jobs.recipe.key import model_of
+from jobs.recipe.key import with_model
 from jobs.resolved_recipe import Campaign, Stage, reference
 from pipeline import artifacts, config
 
@@ -40,38 +40,28 @@ def with_values(campaign: Campaign) -> Campaign:
         known: dict[str, object] = {}
         for field in stage.references:
             name, part = stage.links[field]
-            source = campaign.stage(name)
-            if source.name not in values_of:
+            if name not in values_of:
+                source = stages[name]  # stages come after those that they read
                 folder = campaign.directory(source)
                 is_finished = artifacts.read_done(folder) is not None
-                values_of[source.name] = source.kind.values(folder) if is_finished else {}
+                values_of[name] = source.kind.values(folder) if is_finished else {}
             # If all runs of a sweep were stopped early, there is no value, and this stage cannot run.
-            if part in values_of[source.name]:
-                known[field] = values_of[source.name][part]
+            if part in values_of[name]:
+                known[field] = values_of[name][part]
 
         # 2. Replace the placeholders; raise an error if the stage has already run with other values.
-        if known != known_values(stage):
+        if known != stage.chosen:
             check_same(campaign, stage, known)
             stage_config = stage.config
             for field, known_value in known.items():
                 stage_config = with_field(stage_config, field.split("."), known_value)
-            pending = tuple(field for field in stage.references if field not in known)
-            stage = replace(stage, config=stage_config, pending=pending)
+            stage = replace(stage, config=stage_config, chosen=known)
             is_changed = True
         # 3. A value may change the model, and the models of later stages that start from it.
         if is_changed and stage.model is not None:
-            stage = replace(stage, model=model_of(stage, stages, []))
+            stage = with_model(stage, stages)
         stages[stage.name] = stage
     return replace(campaign, stages=tuple(stages.values()))
-
-
-def known_values(stage: Stage) -> dict[str, object]:
-    """Return the values in a stage's config that were determined by finished stages."""
-    known = {}
-    for field in stage.references:
-        if field not in stage.pending:
-            known[field] = value_at(stage.config, field.split("."))
-    return known
 
 
 def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) -> None:
@@ -83,7 +73,7 @@ def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) ->
     if changes:
         names = ", ".join(sorted({stage.links[field][0] for field in stage.references}))
         raise DataError(
-            f"{path.parent} was run with values that {names} no longer selects: {'; '.join(changes)}\n"
+            f"{path.parent} was run with values that {names} no longer selects: {'; '.join(changes.values())}\n"
             f"  the runs of the sweep may have been repeated, with different results\n"
             f"  restore the previous folder of {names}, or move {path.parent} elsewhere to run {stage.name} with the "
             "current values"
@@ -106,19 +96,6 @@ def with_field(section: Config, path: Sequence[str], value: object) -> Config:
     if rest:
         value = with_field(getattr(section, first), rest, value)
     return replace(section, **{first: value})  # type: ignore[type-var]
-
-
-def value_at(section: Any, path: Sequence[str]) -> Any:
-    """Return the value of the field at `path` in a config or in a dict of configs."""
-    first, *rest = path
-    if isinstance(section, dict):
-        # Names of data sets may contain dots.
-        while rest and first not in section:
-            first += f".{rest.pop(0)}"
-        value = section[first]
-    else:
-        value = getattr(section, first)
-    return value_at(value, rest) if rest else value
 
 
 def references_in(section: object, apart: Sequence[str], prefix: str = "") -> Iterator[tuple[str, str]]:

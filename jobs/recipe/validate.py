@@ -21,7 +21,7 @@ from data.checks import few
 from data.errors import DataError, ExitCode, PatchlineError
 from jobs.recipe import class_names
 from jobs.recipe.records import changes_since, unfinished_folder
-from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage
+from jobs.resolved_recipe import Available, Campaign, CheckResult, MissingInput, Stage
 from jobs.stage_folders import RECORD, stages_in
 from pipeline import artifacts
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
@@ -50,7 +50,7 @@ def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[Check
     """Check a stage. Raises ConfigError or DataError if it cannot run, or if files of a finished stage have changed."""
     campaign = available.campaign
     # A finished stage: verify its files by digest.
-    if available.checks_files and campaign.done(stage) is not None:
+    if available.checks_files and artifacts.read_done(campaign.directory(stage)) is not None:
         texts: list[str] = []
         artifacts.check_files(campaign.directory(stage), texts.append)
         for text in texts:
@@ -58,8 +58,7 @@ def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[Check
         yield from stage.kind.check_outputs(stage, available)
         return
     if available.checks_files:
-        for message in stage.missing:
-            yield CheckResult.of(DataError(message), INPUTS)
+        yield from stage.missing
         folder = unfinished_folder(campaign, stage)
         if folder is not None and not fresh:
             changes = changes_since(folder, stage)
@@ -160,7 +159,7 @@ def refuse(results: Iterable[CheckResult]) -> None:
     for result in results:
         if result.level == "FAIL":
             failures.append(result)
-            if result.subject == INPUTS:
+            if isinstance(result, MissingInput):
                 missing.append(result)
     if len(missing) > 1:
         # The first message is on the first line, because status.json keeps only that line.

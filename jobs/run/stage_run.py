@@ -147,14 +147,13 @@ def inputs_of(context: Context, available: Available) -> dict[str, dict[str, str
     selected. The digest of weights is the sha256 recorded with them. Raises DataError if a record was altered.
     """
     stage = context.stage
-    kinds_of_input = stage.kind.inputs_of(stage.config)
     inputs: dict[str, dict[str, str | None]] = {}
     for field, value in stage.parents.items():
         path = context.campaign.path_of(value)
         if field in stage.references:
             path = str(context.campaign.directory(context.campaign.stage(stage.links[field][0])))
         inputs[field] = {"path": path}
-        _value, reads = kinds_of_input.get(field, (value, Reads.OUTCOME))
+        reads = stage.reads.get(field, Reads.OUTCOME)
         index = available.index(value) if reads is Reads.SET else None
         if index is not None:
             part_of = None if index.origin is None else index.origin.digest

@@ -42,7 +42,6 @@ from jobs.resolved_recipe import (
     Context,
     Reads,
     SharedClasses,
-    SourceModel,
     Stage,
     StageKind,
 )
@@ -256,11 +255,11 @@ class Evaluate(StageKind):
             metrics[name] = entry["value"]
         return {"metrics": metrics}
 
-    def model(self, cfg: EvaluateConfig, source_model: SourceModel) -> ModelConfig | None:
+    def model(self, cfg: EvaluateConfig, source: ModelConfig | None) -> ModelConfig | None:
         """Return the architecture of the weights, possibly from another project; None if the weights are missing."""
         if any_weights.is_foreign(cfg.init):
             return any_weights.load(cfg.init, cfg.model).config
-        return source_model(cfg.init)
+        return source
 
     def shared_classes(self, cfg: EvaluateConfig) -> list[SharedClasses]:
         """Return groups that must agree on class ids: a test set and the head (if used), a test and a training set."""

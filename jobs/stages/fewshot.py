@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 from data.checks import at_least, more_than_0
 from data.files import write_atomically
 from data.remote.config import CacheConfig
-from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
+from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, Stage, StageKind
 from jobs.stages import training
 from jobs.stages.evaluate import evaluate_on_workers
 from models import ModelConfig
@@ -111,9 +111,9 @@ class FewShot(StageKind):
             training.check_evaluated({f"{stage.name}.probe": (cfg.probe.test, cfg.probe.train)}, available)
         return ()
 
-    def model(self, cfg: FewShotStageConfig, source_model: SourceModel) -> ModelConfig | None:
+    def model(self, cfg: FewShotStageConfig, source: ModelConfig | None) -> ModelConfig | None:
         """Return the architecture of the weights; None if they are missing."""
-        return source_model(cfg.init)
+        return source
 
     def shared_classes(self, cfg: FewShotStageConfig) -> list[SharedClasses]:
         """Return the two data sets of the probe."""

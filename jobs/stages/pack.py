@@ -25,7 +25,7 @@ from data.sources.folders import files_of, folder_classes, images_below
 from data.sources.numbering import Numbering
 from data.walk import class_folders_in
 from jobs.progress import ProgressMeter
-from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
+from jobs.resolved_recipe import Available, CheckResult, Context, MissingInput, Reads, Stage, StageKind
 from jobs.sets import (
     SetConfig,
     check_apart,
@@ -37,7 +37,7 @@ from jobs.sets import (
     source_names,
     subset_rule,
 )
-from pipeline.artifacts import DONE, recorded_s
+from pipeline.artifacts import DONE
 from pipeline.config import Tags, require, tags
 from pipeline.values import counted
 
@@ -227,17 +227,20 @@ class Pack(StageKind):
         except (DataError, OSError):  # `missing` reports a missing folder
             return None
 
-    def missing(self, cfg: PackConfig) -> Iterator[str]:
-        """Yield a message for each missing source path, and for each folder without class folders."""
+    def checks(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
+        """Report each missing source path, and each folder without class folders."""
+        if not available.checks_files:
+            return
+        cfg: PackConfig = stage.config
         for name, set_config in cfg.sets.items():
-            for key, message in missing_paths(set_config).items():
-                yield f"sets.{name}.{key}: {message}"
+            for field_name, message in missing_paths(set_config).items():
+                yield MissingInput.at(stage.name, f"sets.{name}.{field_name}", getattr(set_config, field_name), message)
             has_class_folders = set_config.source == "folder" and not set_config.unlabelled
             if has_class_folders and set_config.path is not None and Path(set_config.path).is_dir():
                 try:
                     folder_classes(set_config.path)
                 except DataError as error:
-                    yield f"sets.{name}.path: {error}"
+                    yield MissingInput.at(stage.name, f"sets.{name}.path", set_config.path, str(error))
 
     def check_outputs(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
         """Raise DataError if an index, table or shard of a finished stage is missing or has the wrong size.
@@ -274,7 +277,7 @@ class Pack(StageKind):
             lines.append(f"  {removal}")
             lines.append("  and run the recipe again")
             raise DataError("\n".join(lines))
-        packed_at = recorded_s(folder / DONE, "finished")
+        packed_at = done.get("finished", (folder / DONE).stat().st_mtime)
         for name, set_config in stage.config.sets.items():
             if set_config.source != "folder" or set_config.keep:
                 continue

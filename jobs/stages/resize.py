@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import models
 from data.files import atomic_file, write_atomically
-from jobs.resolved_recipe import Context, Reads, SourceModel, StageKind
+from jobs.resolved_recipe import Context, Reads, StageKind
 from pipeline import artifacts
 from pipeline.architecture import model_config
 from pipeline.config import Tags, tags
@@ -49,9 +49,8 @@ class Resize(StageKind):
             "dropped": len(report.dropped),
         }
 
-    def model(self, cfg: ResizeConfig, source_model: SourceModel) -> models.ModelConfig | None:
+    def model(self, cfg: ResizeConfig, source: models.ModelConfig | None) -> models.ModelConfig | None:
         """Return the architecture with the new image size; None if the weights are missing."""
-        source = source_model(cfg.init)
         if source is None:
             return None
         return model_config({"image_size": cfg.image_size}, source)

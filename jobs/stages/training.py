@@ -31,7 +31,6 @@ from jobs.resolved_recipe import (
     Context,
     Reads,
     SharedClasses,
-    SourceModel,
     Stage,
     StageKind,
 )
@@ -187,11 +186,10 @@ class Training(StageKind):
         for extra in self.extras:
             yield from extra.ways_to_train_longer(stage, before, available)
 
-    def model(self, cfg: TrainConfig, source_model: SourceModel) -> ModelConfig | None:
+    def model(self, cfg: TrainConfig, source: ModelConfig | None) -> ModelConfig | None:
         """Return the architecture of the trained model; None if the initial weights are missing."""
         if cfg.init is None:
             return trained_model(cfg)
-        source = source_model(cfg.init)
         if source is None:
             return None
         return trained_model(cfg, source)

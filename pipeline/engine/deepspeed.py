@@ -34,9 +34,7 @@ from data.errors import ConfigError
 # This worker's part of one of DeepSpeed's parameters: (first element, flat views from that element on, by kind).
 Part: TypeAlias = tuple[int, dict[str, Tensor]]
 
-# Releases of which every pair computes the bits of plain torch at every ZeRO stage (docs/design/engine-check.md has the
-# table). pyproject.toml has the ranges, constraints.txt the pair that most tests run with.
-TESTED = {"torch": ("2.11.0", "2.13.0", "2.15.0"), "deepspeed": ("0.19.8",)}
+EXPECTED = "0.19.8"  # the version with these private names; pyproject.toml pins it, and a test compares the two
 
 # The undocumented names of DeepSpeed used here, by their owner.
 NAMES: dict[str, str] = {
@@ -67,23 +65,11 @@ def check_names(owner: object, of: str) -> None:
     missing = [name for name in NAMES[of].split() if not has_name(owner, name)]
     if missing:
         version = import_module("deepspeed").__version__
-        newest = TESTED["deepspeed"][-1]
         raise ConfigError(
             f"DeepSpeed {version}: {of} has no {', '.join(missing)}\n"
-            f"  expected DeepSpeed {newest}, whose private names Patchline uses (pipeline/engine/deepspeed.py)\n"
-            f"  run: pip install deepspeed=={newest}"
+            f"  expected DeepSpeed {EXPECTED}, whose private names Patchline uses (pipeline/engine/deepspeed.py)\n"
+            f"  run: pip install deepspeed=={EXPECTED}"
         )
-
-
-def untested_pair(versions: Mapping[str, str]) -> str:
-    """Describe a pair of torch and DeepSpeed releases that were not tested together; "" if they were."""
-    pair = {name: versions[name].partition("+")[0] for name in TESTED}  # without the kind of build, such as "+cpu"
-    if all(pair[name] in TESTED[name] for name in TESTED):
-        return ""
-    return (
-        f"torch {pair['torch']} and DeepSpeed {pair['deepspeed']} were not tested together; tested: torch "
-        f"{', '.join(TESTED['torch'])} with DeepSpeed {', '.join(TESTED['deepspeed'])} (docs/design/engine-check.md)"
-    )
 
 
 def has_name(owner: object, name: str) -> bool:

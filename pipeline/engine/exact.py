@@ -284,7 +284,7 @@ class ExactEngine(Engine):
         before = {key: earlier[-1][key] for key in now}
         changed = config.differences(before, now)
         if changed:
-            telemetry.log(f"results may differ bitwise from here on: {'; '.join(changed)}")
+            telemetry.log(f"results may differ bitwise from here on: {'; '.join(changed.values())}")
 
     def price(self, rounds: int = 3) -> tuple[float, float]:
         """Collective: measure the duration, in seconds, of a tree sum over the workers and of an equal all-reduce."""

@@ -49,9 +49,9 @@ def digest_of(path: str, log: Callable[[str], None]) -> str:
 
     Raises DataError if the weights are missing or altered, or OSError if they cannot be read.
     """
+    file, *configs = files_of(path)
     if not is_foreign(path):
         return artifacts.check_weights(Path(path), log).sha256
-    file, *configs = files_of(path)
     digest = artifacts.digest_of(file)["sha256"]
     # The files next to the weights determine the model and its pixels; the part after a colon selects the tensors.
     described = []

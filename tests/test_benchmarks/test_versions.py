@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import versions
 from benchmarks.versions import CASES, Outcome
-from pipeline.engine.deepspeed import TESTED
+from pipeline.extras.engine_check.versions import TESTED
 
 RECORDED = Path(versions.__file__).parent / "results" / "versions.json"
 FOLDER = os.environ.get("PATCHLINE_VERSIONS")

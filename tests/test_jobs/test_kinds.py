@@ -58,8 +58,8 @@ class Rounded(StageKind):
         models.save_weights(weights, context.directory, config, class_names=context.class_names)
         return {"metrics": {"accuracy": 0.5}}
 
-    def model(self, cfg: Config, source_model):
-        return source_model(cfg.init)
+    def model(self, cfg: Config, source):
+        return source
 
     def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
         if stage.config.digits < 1:
@@ -128,7 +128,7 @@ def test_check_results_are_in_the_order_of_the_checks(recipe: Path) -> None:
     assert results["fewshot"][0].remedy == "  pass a folder that contains this file, or @stage"
 
 
-def test_a_kind_whose_module_is_missing_is_refused_only_if_a_recipe_uses_it(recipe) -> None:
+def test_a_kind_whose_module_is_missing_is_refused_only_if_a_recipe_uses_it(recipe, monkeypatch) -> None:
     recipe.write_text(recipe.read_text().replace(NO_CHECK, ""))  # the key of an extra
     kinds = load_kinds({**CORE, "sweep": "jobs.extras.gone.table:Table", "figure": "jobs.extras.gone.figure:Figure"})
     names = ["pretrain", "resize", "finetune", "fewshot"]
@@ -138,6 +138,7 @@ def test_a_kind_whose_module_is_missing_is_refused_only_if_a_recipe_uses_it(reci
         campaign.load(recipe, ["finetune.sweep={seeds: [0, 1]}"], kinds)
     with pytest.raises(ConfigError, match=r"drawn is a figure stage, which needs jobs\.extras\.gone\.figure"):
         campaign.load(recipe, ["drawn={kind: figure}"], kinds)
+    monkeypatch.setattr(campaign, "READ_BUDGET", "jobs.extras.gone.law:read_budget")
     with pytest.raises(ConfigError, match="budget cannot be checked"):
         campaign.load(recipe, ["budget=1"], load_kinds(CORE))
 

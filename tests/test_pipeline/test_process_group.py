@@ -43,12 +43,6 @@ def test_no_difference_is_reported_for_identical_workers() -> None:
     assert logged([Arrival(each, 100.0, True) for each in group], claimed=90.0) == []
 
 
-def test_untested_pair_of_releases_is_logged_once_for_all_workers() -> None:
-    packages = {"packages": {"torch": "2.14.1"}}
-    (line,) = logged([Arrival(worker(0, **packages), 1e9, True), Arrival(worker(1, **packages), 1e9, True)], 1e9)
-    assert line.startswith("torch 2.14.1 and DeepSpeed 0.19.8 were not tested together; tested: torch 2.11.0, ")
-
-
 def test_step_that_does_not_fit_is_reported_with_worker_and_free_memory() -> None:
     gib = 2**30
     gpus = [Arrival(worker(rank, device="H100"), 0.0, True, room) for rank, room in enumerate((40 * gib, 20 * gib))]

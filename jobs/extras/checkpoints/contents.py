@@ -18,8 +18,8 @@ from data.errors import CheckpointError, UsageError
 from data.files import atomic_file
 from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug
-from jobs.commands.stored_runs import OpenedRun, opened
 from jobs.extras.checkpoints.stored import SavedRun
+from jobs.extras.stored_runs import OpenedRun, opened
 from jobs.named_stages import resume_command
 from jobs.terminal import activity, echo
 from pipeline import artifacts
@@ -250,7 +250,7 @@ def compare(
         document = {
             "first": other_run.in_words(str(first)),
             "second": run.in_words(str(second)),
-            "manifest": differences(first_fields, second_fields),
+            "manifest": list(differences(first_fields, second_fields).values()),
             "tensors": tensors,
             "equal": equal,
             "compared": len(states),

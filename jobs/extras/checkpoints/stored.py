@@ -12,7 +12,7 @@ import typer
 from data.errors import CheckpointError, UsageError
 from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug
-from jobs.commands.stored_runs import OpenedRun, opened
+from jobs.extras.stored_runs import OpenedRun, opened
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.checkpoints.stage_checkpoints import MIN_KEPT, StageCheckpoints

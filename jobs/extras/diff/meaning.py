@@ -138,9 +138,9 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
 
         # 2. The data sets, if they are on this machine.
         sets = {}
-        for name, (path, _reads) in stage.kind.inputs_of(stage.config).items():
+        for name in stage.reads:
             if name != "init":
-                sets[name.replace("mixture", "train")] = available.index(path)
+                sets[name.replace("mixture", "train")] = available.index(stage.parents[name])
 
         # 3. The image size, which may be set by a preceding resize stage.
         section = getattr(stage.config, "model", {})

@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from jobs.answer import Answer, Step, report_lines
-from jobs.commands.arguments import Debug, stoppable
-from jobs.commands.sets import CacheFolder, cache_config, refuse_file
-from jobs.commands.weights import find_weights
+from jobs.commands.arguments import Debug
+from jobs.extras.data_commands import CacheFolder, cache_config, refuse_file, stoppable
+from jobs.extras.named_weights import find_weights
 from jobs.named_stages import find_set
 from jobs.progress import ProgressMeter
 

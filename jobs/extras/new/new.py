@@ -28,7 +28,7 @@ from data.index.names import preview
 from data.index.shard import IMAGES
 from data.walk import matching
 from jobs.answer import Answer
-from jobs.commands.arguments import near_path
+from jobs.extras.data_commands import near_path
 from jobs.named_stages import find_stage
 from jobs.progress import ProgressMeter
 from jobs.recipe.key import model_at

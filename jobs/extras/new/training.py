@@ -52,7 +52,9 @@ MIN_IMAGES_FOR_B = 1_000_000  # images; smaller data sets do not justify ViT-B
 MEASURED_S = 0.5  # duration of a speed measurement
 MAX_MEASURED_FLOPS = 2e11  # maximum FLOPs of one measured pass
 PATCHES = 8  # minimum number of patches along each side
-SMALL = 128  # pixels; in smaller images, a crop of 5 % of the area shows almost nothing
+# Pixels; in smaller images, a crop of 5 % of the area shows almost nothing, and RandAugment shifts by 10 × magnitude
+# pixels and cuts out squares of up to 8 × magnitude, whatever the size of the image.
+SMALL = 128
 # Smallest first: name, changes to the row in the table of model sizes, name in AugReg's tables.
 SIZES: tuple[tuple[str, dict[str, int], str], ...] = (
     ("Ti", {"width": 96, "depth": 4, "mlp": 384}, "tiny"),
@@ -200,7 +202,9 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
     elif init is None and train.classes and steps * batch_size >= AUGMENTED_PASSES * sets.images:
         level = LEVELS_I1K[chosen.row]
     layers, magnitude, mixup = AUGREG[level]
-    if layers:
+    if layers and image_size < SMALL:
+        reasons.insert(0, "no RandAugment, which shifts images by up to 150 pixels, because the images are small")
+    elif layers:
         crop |= {"randaug_layers": layers, "randaug_magnitude": magnitude}
         reasons.insert(0, f"level {level} of AugReg (Steiner et al. 2022)")
     elif init is None:

@@ -1,19 +1,23 @@
 """`patchline plan|preflight|trial`: estimate, check or measure a run before it starts."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from data.checks import few
 from data.errors import PatchlineError
 from jobs.answer import Answer, Document, report_lines
-from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe, near_path
+from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe
 from jobs.commands.campaigns import kinds_of, load_campaign
+from jobs.extras.data_commands import near_path
 from jobs.terminal import activity, echo
 from pipeline.values import counted
+
+if TYPE_CHECKING:
+    from jobs.resolved_recipe import MissingInput
 
 
 def plan(
@@ -51,7 +55,7 @@ def plan(
     from jobs.extras.planning.run_folders import readable_run
     from jobs.recipe.references import with_values
     from jobs.recipe.validate import refuse, validate_all
-    from jobs.resolved_recipe import INPUTS, MEMORY
+    from jobs.resolved_recipe import MEMORY, MissingInput
     from pipeline.extras.plan.cost import Assumptions
 
     assumed = Assumptions(gpu, price, mtbf)
@@ -59,20 +63,19 @@ def plan(
         campaign = with_values(replace(campaign, run=folder))
         # Make the same checks as `run`, and print no plan for a recipe that `run` would refuse.
         results = validate_all(campaign, campaign.stages, fresh=fresh)
-        refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
+        missing = [result for result in results if isinstance(result, MissingInput)]
+        refuse(result for result in results if result not in missing and result.subject != MEMORY)
         # Imported after the checks, because it imports torch, which takes seconds.
         from jobs.extras.planning.plan import plan
 
-        document = plan(campaign, assumed, activity.now)
+        document = plan(campaign, assumed, activity.now, missing)
         lines = document["report"]
         lines += [result.text for result in results if result.level != "FAIL"]
         # Report missing inputs and memory problems last, because most lines of the plan do not depend on them.
-        missing = [result for result in results if result.subject == INPUTS]
         refused = results
         # Data may not exist yet. But a path similar to an existing one is probably misspelled, and one that exists is
         # not what the key expects.
-        paths = [path for _, path, _ in missing_inputs(document)]
-        is_wrong = any(not path or Path(path).exists() or near_path(path) for path in paths)
+        is_wrong = any(Path(entry.path).exists() or near_path(entry.path) for entry in missing)
         if without_data or not is_wrong:
             refused = [result for result in results if result not in missing]
         try:
@@ -83,24 +86,15 @@ def plan(
             error.details = document
             raise
         if missing:
-            lines += ["", *missing_lines(document)]
+            lines += ["", *missing_lines(missing)]
         return Answer(document, report_lines)
 
 
-def missing_inputs(document: Document) -> Iterator[tuple[str, str, str]]:
-    """Yield the recipe key, path and problem of each missing input of a plan."""
-    for stage in document["stages"]:
-        for message in stage.get("missing", []):
-            key, _, text = message.splitlines()[0].partition(": ")
-            path, _, problem = text.rpartition(": ")
-            yield key, path, problem
-
-
-def missing_lines(document: Document) -> list[str]:
+def missing_lines(missing: "Sequence[MissingInput]") -> list[str]:
     """Return a line for each missing input of a plan, with the recipe keys that name it."""
     keys: dict[str, list[str]] = {}
-    for key, path, problem in missing_inputs(document):
-        keys.setdefault(f"{path}: {problem}", []).append(key)
+    for entry in missing:
+        keys.setdefault(entry.problem, []).append(f"{entry.stage}.{entry.field}")
     return [
         f"still missing, until then run exits with code 65: {counted(len(keys), 'input')}",
         *(f"  {text} ({few(names)})" for text, names in keys.items()),

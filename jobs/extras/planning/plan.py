@@ -17,7 +17,7 @@ estimates. Nothing is started or written. Missing data and weights are listed on
 them are omitted. The command exits with 65, as `run` would, only if a missing path is probably misspelled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,18 +30,20 @@ from jobs.extras.recipe_text import describe_value
 from jobs.extras.studies import table
 from jobs.extras.studies.law import compute_of
 from jobs.recipe.records import unfinished_folder
-from jobs.resolved_recipe import Available, Campaign, Stage
+from jobs.resolved_recipe import Available, Campaign, MissingInput, Stage
 from pipeline.extras.plan.cost import HOUR_S, Assumptions
 from pipeline.values import counted
 
 
-def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -> dict[str, Any]:
+def plan(
+    campaign: Campaign, assumed: Assumptions, log: Callable[[str], None], missing: Sequence[MissingInput] = ()
+) -> dict[str, Any]:
     """Return the plan: three summary lines, and the lines of every stage. `log` reports long waits."""
     cluster = campaign.cluster
     workers = str(cluster.most)
     if cluster.least < cluster.most:
         workers = f"{cluster.least} to {cluster.most}"
-    plan = Plan(campaign, assumed, log)
+    plan = Plan(campaign, assumed, log, missing)
     plan.lines += [
         "",
         f"run directory  {campaign.storage.address()}",
@@ -77,6 +79,7 @@ class Plan:
     campaign: Campaign
     assumed: Assumptions
     log: Callable[[str], None]  # receives messages about waits
+    missing: Sequence[MissingInput]  # of all stages
     lines: list[str] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)  # name, kind, key, status and values of each stage
     would_run: set[str] = field(default_factory=set)  # names of unfinished stages
@@ -127,7 +130,7 @@ class Plan:
             self.stages[-1]["parameters"] = models.parameters_of(model)
         # A finished stage no longer needs its inputs.
         if not is_done:
-            self.stages[-1]["missing"] = list(stage.missing)
+            self.stages[-1]["missing"] = [entry.message for entry in self.missing if entry.stage == stage.name]
 
         # 3. Values chosen by sweeps; for the table of a sweep, its rows.
         for part in stage.references:

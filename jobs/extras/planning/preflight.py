@@ -145,10 +145,10 @@ def requirements_of(campaign: Campaign, world: int) -> Requirements:
         if stage.kind.trains and stage.model is not None:
             stages.append(stage_requirements(campaign, stage, world))
         # A data set must be read as fast as a GPU trains on its images; for CPUs, this rate is unknown.
-        for value, reads in stage.kind.inputs_of(stage.config).values():
+        for name, reads in stage.reads.items():
             if reads is not Reads.SET:
                 continue
-            path = campaign.path_of(value)
+            path = campaign.path_of(stage.parents[name])
             index = index_if_made(path)
             if index is None:
                 not_made.add(path)

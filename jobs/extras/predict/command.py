@@ -8,8 +8,8 @@ import typer
 from data.errors import UsageError
 from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug
-from jobs.commands.weights import AnyWeights, find_weights
 from jobs.extras.given_images import check_images, wait_without_spinning
+from jobs.extras.named_weights import AnyWeights, find_weights
 
 Images = Annotated[list[str], typer.Argument(help="Image files, folders of images, or tar shards.")]
 Output = Annotated[

@@ -32,7 +32,7 @@ def report(
     _debug: Debug = False,
 ) -> Answer:
     """Write an HTML report of a run, or of several runs with the first step at which they differ."""
-    from jobs.commands import stored_runs
+    from jobs.extras import stored_runs
     from jobs.extras.report.page import natural, write_report
     from jobs.extras.report.page_watcher import NAME
 

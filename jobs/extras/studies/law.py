@@ -29,6 +29,7 @@ from pipeline.extras.branches import BranchConfig, link_checkpoint
 from pipeline.extras.power_law import law_of
 from pipeline.optimization import learning_rate
 from pipeline.training_config import TrainConfig, has_one_shape
+from pipeline.values import read_number
 
 MANY_STEPS = 1_000_000  # steps: enough for every phase of token dropping to occur
 # Fields that a branch may set differently from its trunk although they must not change on resume.
@@ -170,7 +171,7 @@ def check_branch(stage: Stage, available: Available) -> None:
     require(
         not changes,
         f"{stage.name} is a branch of {trunk.name}, but these values differ: "
-        f"{'; '.join(changes)}\n  remove them; only steps and optim.schedule.cooldown_steps may differ",
+        f"{'; '.join(changes.values())}\n  remove them; only steps and optim.schedule.cooldown_steps may differ",
     )
     ends = []
     for part in (own, cfg):
@@ -335,10 +336,17 @@ def compute_of(campaign: Campaign) -> Compute:
     return Compute(planned, apart, uncounted)
 
 
+def read_budget(value: Any) -> float:
+    """Return a recipe's `budget` in exaFLOPs. Raises ConfigError unless it is a number greater than 0."""
+    budget = read_number(value, "budget", whole=False)
+    if budget is None or budget <= 0:
+        raise ConfigError(f"budget is {value}, expected a number of exaFLOPs greater than 0")
+    return budget
+
+
 def check_budget(campaign: Campaign) -> None:
     """Raise ConfigError if the training stages exceed `budget`, or if their compute is unknown."""
-    if campaign.budget is None:
-        return
+    assert campaign.budget is not None, "called only for a recipe with a budget"
     compute = compute_of(campaign)
     require(
         not compute.uncounted,

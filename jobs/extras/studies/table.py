@@ -36,7 +36,6 @@ from data.extras.shared_samples import shared_samples
 from data.files import write_atomically
 from jobs.extras.studies import expand
 from jobs.extras.studies.axes import axes_of
-from jobs.extras.studies.law import check_budget
 from jobs.recipe.campaign import read_section
 from jobs.resolved_recipe import (
     Available,
@@ -155,7 +154,6 @@ class Table(StageKind):
     config = TableConfig
     inputs: ClassVar = {"runs.*.stage": Reads.OUTCOME}
     needs_workers = False
-    checks_budget = True
 
     def expand(self, sections: Sections, kinds: Kinds) -> Sections:
         """Return a recipe's sections; each section that contains a `sweep` becomes its runs and tables."""
@@ -182,10 +180,6 @@ class Table(StageKind):
         """Describe a chosen value: "the best of 0.01, 0.1 by accuracy"."""
         values = dict.fromkeys(str(run.values[name]) for run in cfg.runs.values())
         return f"the best of {', '.join(values)} by {cfg.best}"
-
-    def check_campaign(self, campaign: Campaign) -> None:
-        """Raise ConfigError if the training stages exceed the recipe's compute budget."""
-        check_budget(campaign)
 
     def check_parent(self, stage: Stage, parent: Stage, available: Available) -> None:
         """Raise DataError if the table chooses values on training samples or on samples of the final evaluation."""
@@ -528,16 +522,17 @@ def check_held_out(table: Stage, run: Stage, available: Available) -> None:
     # Accuracy is measured on data.evaluate, few-shot accuracy on the probe's sets.
     evaluated: dict[str, str] = {}
     others: dict[str, str] = {}
-    for field_name, (path, reads) in run.kind.inputs_of(run.config).items():
+    for field_name, reads in run.reads.items():
         if reads is not Reads.SET:
             continue
+        path = run.parents[field_name]
         if field_name.endswith("train"):
             others[f"{run.name}.{field_name}"] = path
         elif not run.kind.trains or (field_name == "data.evaluate") == (table.config.best == "accuracy"):
             evaluated[f"{run.name}.{field_name}"] = path
-    for field_name, (path, reads) in final_runs[0].kind.inputs_of(final_runs[0].config).items():
+    for field_name, reads in final_runs[0].reads.items():
         if reads is Reads.SET and not field_name.endswith("train"):
-            others[f"{final_runs[0].name}.{field_name}"] = path
+            others[f"{final_runs[0].name}.{field_name}"] = final_runs[0].parents[field_name]
     for key, path in evaluated.items():
         for other_key, other_path in others.items():
             index = available.index(path)

@@ -4,7 +4,9 @@
    engine's settings and the model's architecture are part of the record's name in `engine-check.json`.
 2. Collectives: sums and copies whose results every worker knows (collectives.py).
 3. Two steps of a small model, compared with plain torch in float64 (steps.py).
-4. A difference on any worker ends the run on all workers, before a step is trained, with exit code 70.
+4. Releases of torch and DeepSpeed that were not tested together are logged (versions.py), and so is a CPU that is slow
+   in bf16 (precision.py).
+5. A difference on any worker ends the run on all workers, before a step is trained, with exit code 70.
 
 In:  a recipe without `check_engine: false`, two workers
 Out: <run>/engine-check.json {"passed": {"3f9c…": {"versions": {…}, "world": 2, "seconds": 0.2}}}
@@ -22,6 +24,8 @@ from models import ModelConfig, to_dict
 from pipeline import config
 from pipeline.artifacts import read_record, write_record
 from pipeline.config import Tags, tags
+from pipeline.extras.engine_check.precision import slow_precision
+from pipeline.extras.engine_check.versions import untested_pair
 from pipeline.hooks import Hook
 from pipeline.identity import package_versions
 from pipeline.training_config import TrainConfig
@@ -71,6 +75,9 @@ class EngineCheck(Hook):
         passed: list[dict[str, Any]] = [{}]
         if group.rank == 0:
             passed = [read_passed(path)]
+            for remark in (untested_pair(package_versions()), slow_precision(self.cfg.precision, group.device)):
+                if remark:
+                    group.telemetry.log(remark)
         dist.broadcast_object_list(passed, src=0)
         if key in passed[0]:
             return

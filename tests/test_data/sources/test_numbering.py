@@ -1,9 +1,9 @@
-"""Class lists, and the mapping of a source's class numbers."""
+"""The mapping of a source's class numbers, and the selection of classes."""
 
 import pytest
 
 from data.errors import DataError
-from data.sources.numbering import Numbering, kept_ids, read_class_list
+from data.sources.numbering import Numbering, kept_ids
 
 pytestmark = pytest.mark.quick
 
@@ -62,35 +62,3 @@ def test_labels_are_renumbered_and_out_of_range_labels_refused(numbering, labels
             numbering.labels(labels, "key")
     else:
         assert numbering.labels(labels, "key") == expected
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "expected"),
-    [
-        ("n.txt", "crane\n gull \n\n", ("crane", "gull")),
-        ("n.txt", "", "it contains no class names"),
-        ("n.txt", "crane\n\ngull", "class 1 has no name"),
-        ("n.jsonl", '"crane"\n{"name": "gull"}\n', ("crane", "gull")),
-        ("n.jsonl", "7", "class 0 has no name"),
-        ("n.json", '["crane", "gull"]', ("crane", "gull")),
-        ("n.json", '{"1": "gull", "0": "crane"}', ("crane", "gull")),
-        ("n.json", '{"names": ["crane"], "other": 3}', ("crane",)),
-        ("n.json", '{"id2label": {"0": "crane"}}', ("crane",)),
-        ("n.json", '{"label_names": ["owl"]}', ("owl",)),
-        ("n.json", "[]", "it contains no class names"),
-        ("n.json", "{}", "it contains no class names"),
-        ("n.json", "7", "it contains no class names"),
-        ("n.json", '"crane"', "it contains no class names"),
-        ("n.json", '["crane", ""]', "class 1 has no name"),
-        ("n.json", '{"1": "gull"}', "class 0 has no name"),
-        ("n.json", "[3", "n.json: "),
-    ],
-)
-def test_a_class_list_is_read_in_every_form(file, text, expected, tmp_path) -> None:
-    path = tmp_path / file
-    path.write_text(text)
-    if isinstance(expected, str):
-        with pytest.raises(DataError, match=expected):
-            read_class_list(path)
-    else:
-        assert read_class_list(path) == expected

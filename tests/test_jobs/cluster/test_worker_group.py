@@ -589,7 +589,8 @@ def test_unused_gpus_are_counted_on_both_backends(gpus, cluster, said, two, rest
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     for backend in BACKENDS:
         lines: list[str] = []
-        warn_of_unused_gpus(ClusterConfig(backend=backend, **cluster), lines.append)
+        config = ClusterConfig(backend=backend, **cluster)
+        warn_of_unused_gpus(config, nodes_of(config), lines.append)
         assert [line.startswith(start) for line, start in zip(lines, said, strict=True)] == [True] * len(said)
 
 

@@ -1,28 +1,21 @@
-"""SIGTERM ends a block with Preempted, and the previous handler is restored."""
+"""The options that commands share."""
 
-import os
-import signal
+from inspect import signature
 
 import pytest
 
-from data.errors import Preempted
-from jobs.commands.arguments import stoppable
+from jobs.commands.arguments import Debug, Run
+from jobs.commands.campaigns import run
+from jobs.commands.status import status
 
 pytestmark = pytest.mark.quick
 
 
-def test_sigterm_ends_the_block_and_restores_the_previous_handler():
-    before = signal.getsignal(signal.SIGTERM)
-    reached = []
-    with pytest.raises(Preempted, match="run the same command again"), stoppable():
-        os.kill(os.getpid(), signal.SIGTERM)
-        reached.append("the next line")
-    assert reached == []
-    assert signal.getsignal(signal.SIGTERM) is before
+@pytest.mark.parametrize("command", [run, status])
+def test_a_command_accepts_debug(command) -> None:
+    assert signature(command).parameters["_debug"].annotation == Debug
 
 
-def test_the_previous_handler_is_restored_without_a_signal():
-    before = signal.getsignal(signal.SIGTERM)
-    with stoppable():
-        assert signal.getsignal(signal.SIGTERM) is not before
-    assert signal.getsignal(signal.SIGTERM) is before
+def test_a_run_is_named_by_its_folder_or_url() -> None:
+    (argument,) = Run.__metadata__
+    assert "s3://" in argument.help

@@ -16,7 +16,7 @@ from data.index.document import load_index, seal_of
 from data.index.index import join
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
-from data.sources.numbering import number, read_class_list
+from data.sources.numbering import number
 from data.sources.samples import Sample
 from jobs.__main__ import main
 from jobs.recipe import class_names
@@ -134,30 +134,6 @@ def test_ids_and_names_in_one_column_are_refused(tmp_path, capsys):
     (tmp_path / "table.csv").write_text("path,label\na.jpg,3\na.jpg,cat\n")
     assert main(["pack", "table", f"{tmp_path}/table.csv", f"{tmp_path}/set"]) == 65
     assert "some labels are class ids (3), others are names ('cat')" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "names"),
-    [
-        ("a.txt", "tench\ngoldfish\n\n", ("tench", "goldfish")),
-        ("a.json", '{"1": "goldfish", "0": "tench"}', ("tench", "goldfish")),
-        ("a.json", '["tench", "goldfish"]', ("tench", "goldfish")),
-        ("config.json", '{"model_type": "vit", "id2label": {"0": "tench", "1": "goldfish"}}', ("tench", "goldfish")),
-        ("a.index.json", '{"schema": 3, "names": ["tench", "goldfish"]}', ("tench", "goldfish")),
-        ("a.jsonl", '{"name": "tench"}\n"goldfish"\n', ("tench", "goldfish")),
-        ("a.txt", "tench\n\ngoldfish\n", "class 1 has no name"),
-        ("a.json", '{"2": "goldfish", "0": "tench"}', "class 1 has no name"),
-        ("a.txt", "", "it contains no class names"),
-        ("a.json", "tench", "expected one class name per line"),
-    ],
-)
-def test_class_lists_are_read_in_all_formats(tmp_path, name, text, names):
-    (tmp_path / name).write_text(text)
-    if isinstance(names, tuple):
-        assert read_class_list(tmp_path / name) == names
-    else:
-        with pytest.raises(DataError, match=names):
-            read_class_list(tmp_path / name)
 
 
 # ----------------------------------------------------------------------------- text labels

@@ -80,5 +80,6 @@ def test_a_reference_to_the_wrong_kind_of_output_is_refused(recipe, override, me
 def test_missing_inputs_are_reported_and_the_stage_has_no_model(recipe, tmp_path):
     loaded: Campaign = campaigns.load(recipe, [f"resize.init={tmp_path}/nowhere"])
     stage = loaded.stage("resize")
-    assert stage.missing[0].startswith(f"resize.init: no weights.safetensors in {tmp_path}/nowhere")
+    assert stage.missing[0].text == f"resize.init: no weights.safetensors in {tmp_path}/nowhere"
+    assert stage.missing[0].path == f"{tmp_path}/nowhere"
     assert stage.model is None

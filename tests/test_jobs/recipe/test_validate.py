@@ -7,7 +7,7 @@ import pytest
 
 from data.errors import ConfigError, DataError, ExitCode
 from jobs.recipe.validate import refuse, validate, validate_all
-from jobs.resolved_recipe import INPUTS, Available, CheckResult, Stage
+from jobs.resolved_recipe import Available, CheckResult, MissingInput, Stage
 from tests.support import campaigns
 
 
@@ -48,11 +48,12 @@ def test_missing_inputs_are_reported_first_in_one_error():
     results = [
         CheckResult("WARN", "x", "a warning"),
         CheckResult.of(ConfigError("a wrong config"), "x"),
-        CheckResult.of(DataError("a is missing"), INPUTS),
-        CheckResult.of(DataError("b is missing"), INPUTS),
+        MissingInput.at("a", "x", "/a", "/a: missing"),
+        MissingInput.at("b", "y", "/b", "/b: missing\n  expected b"),
     ]
-    with pytest.raises(DataError, match="2 inputs are missing: a is missing\n  b is missing"):
+    with pytest.raises(DataError) as error:
         refuse(results)
+    assert str(error.value) == "2 inputs are missing: a.x: /a: missing\n  b.y: /b: missing\n  expected b"
     with pytest.raises(ConfigError, match="a wrong config"):
         refuse(results[:2])
     refuse(results[:1])

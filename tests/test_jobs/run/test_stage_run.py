@@ -52,8 +52,10 @@ class Outcomes(Numbers):
 def stage_of(name: str, kind: StageKind | None = None, *, source: str = "", parent: str = "", number: int = 1) -> Stage:
     """Return a stage; `parent` is the name of its input stage."""
     cfg = NumbersConfig(number, f"@{parent}" if parent else None)
+    kind = kind or Numbers()
     parents = {"init": f"@{parent}"} if parent else {}
-    return Stage(name, kind or Numbers(), cfg, source or name, parents=parents, key=f"{name}{'0' * 8}"[:8])
+    reads = {"init": kind.inputs["init"]} if parent else {}
+    return Stage(name, kind, cfg, source or name, parents=parents, reads=reads, key=f"{name}{'0' * 8}"[:8])
 
 
 def context_of(run: Path, stage: Stage, *others: Stage, lines: list[str] | None = None) -> Context:

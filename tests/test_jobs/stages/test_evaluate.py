@@ -24,7 +24,6 @@ from jobs.__main__ import COMMANDS, main
 from jobs.cluster.worker import Task
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from jobs.commands.evaluate import evaluate
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 from jobs.stages import evaluate as stage
@@ -500,7 +499,7 @@ def test_the_command_reads_the_weights_once_for_the_key(world: Path, tmp_path: P
     context: Any = SimpleNamespace(obj=COMMANDS)
     words = [str(world / "test"), "cluster.max_restarts=7"]
     with pytest.raises(FileNotFoundError):  # nothing has run
-        evaluate(context, str(world / "weights"), words, output=str(tmp_path))
+        COMMANDS.load("evaluate")(context, str(world / "weights"), words, output=str(tmp_path))
     assert read == [str(world / "weights")]
     cluster = started[0].cluster
     assert (cluster.workers, cluster.max_restarts, cluster.backend) == (2, 7, "processes")

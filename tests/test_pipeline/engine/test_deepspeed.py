@@ -5,17 +5,14 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from packaging.version import Version
 
 from data.errors import ConfigError
 from pipeline.engine import deepspeed as insides
-from pipeline.engine.deepspeed import NAMES, TESTED, Partitions, Shards, has_name, import_deepspeed, untested_pair
-from pipeline.identity import package_versions
+from pipeline.engine.deepspeed import EXPECTED, NAMES, Partitions, Shards, has_name, import_deepspeed
 
 pytestmark = pytest.mark.quick
 
@@ -54,38 +51,10 @@ def test_no_other_file_uses_private_names_of_deepspeed() -> None:
             assert not imported, f"{path} imports {imported}; let {FILE.name} do it"
 
 
-def test_ranges_begin_and_end_with_tested_releases() -> None:
-    """The upper bound of torch leaves room for patch releases."""
-    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    (only,) = TESTED["deepspeed"]
-    assert f"deepspeed=={only}" in requirements
-    first, *_, last = (Version(release) for release in TESTED["torch"])
-    assert f"torch>={first.major}.{first.minor},<{last.major}.{last.minor + 1}" in requirements
-
-
-def test_installed_pair_is_a_tested_one_and_has_the_names() -> None:
-    assert import_deepspeed().__version__ in TESTED["deepspeed"]
-    assert untested_pair(package_versions()) == ""
-
-
-def test_constraints_name_a_tested_pair() -> None:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    assert [line for line in lines if line.startswith("deepspeed==")] == [f"deepspeed=={TESTED['deepspeed'][-1]}"]
-    (pinned,) = [line.removeprefix("torch===") for line in lines if line.startswith("torch=")]
-    assert pinned in TESTED["torch"]
-
-
-@pytest.mark.parametrize("torch", [*TESTED["torch"], "2.13.0+cpu"])
-def test_tested_pair_is_not_reported(torch) -> None:
-    assert untested_pair({"torch": torch, "deepspeed": TESTED["deepspeed"][0]}) == ""
-
-
-@pytest.mark.parametrize(("torch", "deepspeed"), [("2.14.1+cpu", "0.19.8"), ("2.13.0", "0.19.7")])
-def test_untested_pair_is_reported_with_the_tested_ones(torch, deepspeed) -> None:
-    assert untested_pair({"torch": torch, "deepspeed": deepspeed}) == (
-        f"torch {torch.removesuffix('+cpu')} and DeepSpeed {deepspeed} were not tested together; tested: torch 2.11.0, "
-        "2.13.0, 2.15.0 with DeepSpeed 0.19.8 (docs/design/engine-check.md)"
-    )
+def test_names_exist_in_the_pinned_version() -> None:
+    assert f'"deepspeed=={EXPECTED}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"deepspeed=={EXPECTED}\n" in (ROOT / "constraints.txt").read_text()
+    assert import_deepspeed().__version__ == EXPECTED
 
 
 def test_missing_name_in_a_module_ends_the_start_with_versions_and_a_remedy(monkeypatch) -> None:
@@ -114,7 +83,7 @@ def test_missing_name_in_an_optimizer_ends_the_start(stage, of) -> None:
     names = dict.fromkeys(NAMES[of].split())
     del names["_optimizer_step"], names["overflow"]
     engine = SimpleNamespace(optimizer=SimpleNamespace(**names), module=SimpleNamespace(parameters=list))
-    with pytest.raises(ConfigError, match=rf"{of} has no _optimizer_step, overflow\n  expected DeepSpeed"):
+    with pytest.raises(ConfigError, match=rf"{of} has no _optimizer_step, overflow\n  expected DeepSpeed {EXPECTED}"):
         stage(engine)
 
 

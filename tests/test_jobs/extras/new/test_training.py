@@ -108,11 +108,21 @@ def test_time_and_passes_limit_model_and_steps(rate, name, steps, monkeypatch):
 def test_the_level_of_augmentation_is_the_first_reason(monkeypatch):
     monkeypatch.setattr("jobs.extras.new.training.images_per_s", lambda *_: 1000.0)
     monkeypatch.setattr("jobs.extras.new.training.decoding_seconds", lambda *_: 0.001)
-    choice = choose(sets_of(1000, 32), Machine("1 core", 1, 0, 1, 10**11, "fp32"), 600.0, name=None, init=None)
+    choice = choose(sets_of(1000, 256), Machine("1 GPU", 8, 1, 1, 10**11, "bf16"), 600.0, name=None, init=None)
     # The row of ViT-S in big_vision's configs/vit_i1k.py.
-    assert choice.augment == {"min_area": 0.3, "randaug_layers": 2, "randaug_magnitude": 15}
+    assert choice.augment == {"randaug_layers": 2, "randaug_magnitude": 15}
+    assert choice.reasons == ["level medium1 of AugReg (Steiner et al. 2022)"]
+
+
+def test_small_images_get_no_randaugment(monkeypatch):
+    """A shift by 150 pixels leaves nothing of an image of 32."""
+    monkeypatch.setattr("jobs.extras.new.training.images_per_s", lambda *_: 1000.0)
+    monkeypatch.setattr("jobs.extras.new.training.decoding_seconds", lambda *_: 0.001)
+    choice = choose(sets_of(1000, 32), Machine("1 core", 1, 0, 1, 10**11, "fp32"), 600.0, name=None, init=None)
+    assert choice.augment == {"min_area": 0.3}
+    assert choice.mixup == 0.2
     assert choice.reasons == [
-        "level medium1 of AugReg (Steiner et al. 2022)",
+        "no RandAugment, which shifts images by up to 150 pixels, because the images are small",
         "crops of at least 30 % of the area, because the images are small",
     ]
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.numpy import save_file
 
 from data.errors import DataError
-from jobs.commands.weights import check_weights_exist, find_weights
+from jobs.extras.named_weights import check_weights_exist, find_weights
 from pipeline.artifacts import write_record
 
 pytestmark = pytest.mark.quick

@@ -7,7 +7,7 @@ import pytest
 
 from data.errors import UsageError
 from jobs.__main__ import COMMANDS
-from jobs.commands.evaluate import evaluate, name_of
+from jobs.extras.evaluate import evaluate, name_of
 
 pytestmark = pytest.mark.quick
 

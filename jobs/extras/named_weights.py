@@ -1,5 +1,6 @@
 """Find the weights named by a command's argument, and check that they exist."""
 
+import glob
 from pathlib import Path
 from typing import Annotated
 from zipfile import is_zipfile
@@ -7,10 +8,11 @@ from zipfile import is_zipfile
 import typer
 
 from data.errors import DataError
-from jobs.commands.arguments import near_path
-from jobs.named_stages import find_set, find_stage, same_named
-from jobs.stage_folders import CHECKPOINTS
+from jobs.extras.data_commands import near_path
+from jobs.named_stages import find_set, find_stage
+from jobs.stage_folders import CHECKPOINTS, stage_at
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
+from pipeline.values import counted
 
 AnyWeights = Annotated[
     str, typer.Argument(metavar="WEIGHTS", help="RUN/STAGE, a folder of weights, or a file that `import` reads.")
@@ -25,7 +27,7 @@ def find_weights(path: str) -> str:
     Raises DataError if there are no weights, or the errors of `fetch_weights` for a URL.
     """
     if "://" in path:
-        from jobs.commands.stored_runs import fetch_weights
+        from jobs.extras.stored_runs import fetch_weights
 
         return fetch_weights(path)
     path = find_set(find_stage(path))  # find_set resolves RUN/STAGE/SET, which is refused below as a data set
@@ -86,3 +88,19 @@ def check_complete(file: Path) -> None:
         raise DataError(
             f"{file} is not a complete {file.suffix} file{problem}: {size:,} bytes\n  download or copy it again"
         )
+
+
+def same_named(path: str) -> str:
+    """Return lines that list the runs in the folder `runs` with a finished stage named `path`; "" if there are none."""
+    if "/" in path or not path:
+        return ""
+    addresses = set()
+    for folder in Path("runs").glob(f"*/{glob.escape(path)}-*/"):
+        stage = stage_at(folder)
+        if stage is not None and stage.name == path and stage.is_finished:
+            addresses.add(str(folder.parent / path))
+    if not addresses:
+        return ""
+    return f"\n  {path} is a stage of {counted(len(addresses), 'run')}; use one of them:" + "".join(
+        f"\n  {address}" for address in sorted(addresses)
+    )

@@ -7,7 +7,7 @@ import pytest
 from data.errors import UsageError
 from data.files import MANIFEST
 from data.storage import Folder
-from jobs.commands.stored_runs import opened, stages_of
+from jobs.extras.stored_runs import opened, stages_of
 
 pytestmark = pytest.mark.quick
 

@@ -12,19 +12,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from data.errors import ConfigError, DataError, UsageError
-from data.files import with_home
 from jobs.answer import Answer, report_lines
-from jobs.commands.arguments import Debug, near_path, stoppable
+from jobs.commands.arguments import Debug
+from jobs.extras.data_commands import (
+    CacheFolder,
+    Name,
+    Workers,
+    cache_config,
+    near_path,
+    refuse_file,
+    set_document,
+    stoppable,
+)
 from jobs.named_stages import find_set
 from jobs.progress import ProgressMeter
 from jobs.stage_folders import stages_in
 from jobs.terminal import echo
-from pipeline.values import counted
 
 if TYPE_CHECKING:
     from data.index.index import Index
     from data.index.names import Names
-    from data.remote.config import CacheConfig
 
 SOURCES = (
     "folder (one subfolder per class), table (CSV or parquet with columns path and label), tars (WebDataset, "
@@ -89,20 +96,12 @@ Location = Annotated[
     typer.Option("--at", help="URL from which runs read the shards; default: the URL of the indexed shards."),
 ]
 
-IndexPath = Annotated[str, typer.Argument(metavar="set", help="An index file, or the folder that contains it.")]
-Name = Annotated[str | None, typer.Option(help="Name of the data set; default: the name of its folder.")]
 Classes = Annotated[
     int | None,
     typer.Option(
         min=1, help="Number of classes, which must be greater than every label; default: the largest label plus 1."
     ),
 ]
-CacheFolder = Annotated[
-    str | None,
-    typer.Option("--cache", help="For URLs: folder for downloaded shards, like cache.directory in a recipe."),
-]
-Workers = Annotated[int, typer.Option(min=1, help="Number of shards processed in parallel.")]
-
 Check = Annotated[
     bool,
     typer.Option(
@@ -230,9 +229,10 @@ def index(
     _debug: Debug = False,
 ) -> Answer:
     """Index existing WebDataset tars in place; exit with code 65 if no sample is usable."""
+    from data.extras.class_lists import read_class_list
     from data.index.document import load_index
     from data.shards.indexing import build_index, problem_of
-    from data.sources.numbering import check_unambiguous, read_class_list
+    from data.sources.numbering import check_unambiguous
 
     if output is not None:
         refuse_file(Path(output))
@@ -285,16 +285,6 @@ def index(
     return Answer(document, report_lines)
 
 
-# ------------------------------------------------------------------------------------------------ shared by commands
-
-
-def refuse_file(target: Path) -> None:
-    """Raise UsageError if the output folder or one of its parents is a file."""
-    for path in (target, *target.parents):
-        if path.exists() and not path.is_dir():
-            raise UsageError(f"{path} is a file\n  expected a folder for the shards (created if it does not exist)")
-
-
 def check(
     context: typer.Context, index: "Index", document: dict[str, Any], *, workers: int, cache: str | None = None
 ) -> Answer:
@@ -304,49 +294,3 @@ def check(
     answer: Answer = context.obj.load("data check")(document["index"], cache=cache, workers=workers)
     checked = answer.content()
     return Answer({**document, "check": checked}, lambda both: report_lines(both["check"]), answer.code)
-
-
-def cache_config(folder: str | None) -> "CacheConfig":
-    """Return the cache settings for remote shards, as in `data.cache` of a recipe; None selects the default folder."""
-    from data.remote.config import CacheConfig
-
-    if folder is None:
-        return CacheConfig()
-    return CacheConfig(directory=str(with_home(folder).absolute()))
-
-
-def set_document(index: "Index", *, with_gap: bool = False) -> dict[str, Any]:
-    """Return a data set's size, folder, class names and skipped samples, as fields and as lines of text (`report`).
-
-    If `with_gap` is true and most class ids are unused, one line reports this.
-    """
-    from data.index.document import SUFFIX
-    from data.index.names import preview
-    from data.shards.indexing import decoded_samples
-    from data.sources.numbering import gap_in_ids
-
-    classes = f"{index.classes} classes" if index.classes else "without labels"
-    lines = [
-        f"{index.samples:,} samples in {counted(len(index.shards), 'shard')}, {classes}, digest {index.digest[:12]}, "
-        f"in {index.tables}"
-    ]
-    if index.names:
-        lines.append(f"class names: {preview(index.names)}")
-    lines += index.refused.lines("refused: ")
-    tried, failed = decoded_samples(index)
-    if failed:
-        lines.append(f"decoded {tried:,} evenly spaced samples: {failed / tried:.1%} of them are not images")
-    gap = gap_in_ids(sum(count > 0 for count in index.class_counts), index.classes)
-    if gap and with_gap and not index.names:
-        lines.append(gap)
-    return {
-        "index": str(index.tables / f"{index.name}{SUFFIX}"),
-        "name": index.name,
-        "samples": index.samples,
-        "shards": len(index.shards),
-        "classes": index.classes,
-        "class_names": list(index.names),
-        "digest": index.digest,
-        "refused": dict(index.refused.counts),
-        "report": lines,
-    }

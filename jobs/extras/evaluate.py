@@ -16,10 +16,10 @@ from typing import Annotated, Any
 
 import typer
 
-from data.errors import DataError, UsageError
+from data.errors import UsageError
 from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug
-from jobs.commands.weights import AnyWeights, find_weights
+from jobs.extras.named_weights import AnyWeights, find_weights
 from jobs.named_stages import find_set
 from models.checks import did_you_mean
 from pipeline.values import counted
@@ -69,7 +69,6 @@ def evaluate(
     from jobs.kinds import load_kinds
     from jobs.recipe.campaign import resolve
     from jobs.recipe.validate import refuse
-    from jobs.resolved_recipe import INPUTS, CheckResult
     from jobs.run.session import run_campaign
     from pipeline.config import build
     from pipeline.evaluation.document import NAME
@@ -114,7 +113,7 @@ def evaluate(
     # Report missing files and misspelled keys before the slow import of torch, which is needed only to count GPUs.
     campaign = resolve(Recipe(values, "the command", folder), load_kinds({STAGE: context.obj.kinds[STAGE]}))
     stage = campaign.stage(STAGE)
-    refuse(CheckResult.of(DataError(message), INPUTS) for message in stage.missing)
+    refuse(stage.missing)
     import torch
 
     # One worker process per GPU (or CPU core) of this machine; Ray workers if RAY_ADDRESS names a cluster.
