@@ -309,6 +309,7 @@ MODEL = {"name": "mu/8", "image_size": 16, "classes": 10, "width": 64, "depth": 
 BEGIN = 100  # steps before a worker becomes slow
 AFTER = 110  # steps after that
 STAGE = "pretrain-00000000"
+PLANTED = "planted.txt"  # file with the seconds by which the slow worker's steps are longer
 # Stops a process for a part of each period, until it ends.
 STOPS = """
 import os, signal, sys, time
@@ -362,10 +363,8 @@ def spin(seconds: float) -> None:
 
 def train_slowly(task: dict[str, Any]) -> None:
     """Train, and make a worker slow from step BEGIN on, relative to the median step before."""
-    if task["priority"]:
-        # Linux shares the processors between sessions first, and then between the processes of a session.
-        os.setpriority(os.PRIO_PROCESS, 0, task["priority"])
-        Path("/proc/self/autogroup").write_text(str(task["priority"]))
+    if task["realtime"]:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     take_step = train.take_step
     fill = Decoder.fill
     rank = int(os.environ["RANK"])
@@ -382,6 +381,7 @@ def train_slowly(task: dict[str, Any]) -> None:
     def taking(worker: Any, step: int, batches: Any) -> Any:
         if step == BEGIN and cause != "none":
             excess[0] = (task["factor"] - 1) * float(np.median(times[20:]))
+            Path(task["job"]["run"], PLANTED).write_text(str(excess[0]))
             if cause == "host":
                 period = 0.05 if excess[0] < 0.05 else 2 * excess[0]
                 stopped = period * (1 - 1 / task["factor"])
@@ -423,10 +423,10 @@ def records_of(folder: Path) -> list[Any]:
     return list(read_metrics(folder / STAGE, "slow", []))
 
 
-def real_case(folder: Path, shards: Path, cause: str, factor: float, rank: int, priority: int = 0) -> list[Any]:
+def real_case(folder: Path, shards: Path, cause: str, factor: float, rank: int, *, realtime: bool = False) -> list[Any]:
     """Train with two workers, one of which becomes slow; return the records of slow workers."""
     task = task_of(folder, shards, BEGIN + AFTER)
-    task |= {"cause": cause, "factor": factor, "rank": rank, "priority": priority}
+    task |= {"cause": cause, "factor": factor, "rank": rank, "realtime": realtime}
     cluster = ClusterConfig(workers=2, backend="processes")
     run_worker_group(train_slowly, task, cluster=cluster, name="workers", directory=folder)
     return records_of(folder)
@@ -434,8 +434,8 @@ def real_case(folder: Path, shards: Path, cause: str, factor: float, rank: int, 
 
 def real(options: argparse.Namespace) -> None:
     """Print the records of real cases."""
-    print("| cause | planted | worker | found as | factor | steps until found |")
-    print("|---|--:|--:|---|--:|--:|", flush=True)
+    print("| cause | step longer by | planted, ms | worker | found as | factor | ms | steps until found |")
+    print("|---|--:|--:|--:|---|--:|--:|--:|", flush=True)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         shards = root / "shards"
@@ -444,14 +444,19 @@ def real(options: argparse.Namespace) -> None:
             cause = options.cause or ("data", "compute", "host", "gc")[number % 4]
             factor = options.factor or FACTORS[number // 4 % len(FACTORS)]
             rank = number % 2
-            records = real_case(root / str(number), shards, cause, factor, rank, options.priority)
+            records = real_case(root / str(number), shards, cause, factor, rank, realtime=options.realtime)
             early = [record for record in records if record["step"] <= BEGIN or record["factor"] == 1.0]
             rest = [record for record in records if record not in early]
             found = "; ".join(f"worker {record['rank']}: {record['cause']}" for record in rest) or "nothing"
             if early:
                 found += f"; before: {[(record['rank'], record['cause'], record['step']) for record in early]}"
-            estimate = f"{rest[0]['factor']:.2f} | {rest[0]['step'] + PART - BEGIN}" if rest else "– | –"
-            print(f"| {cause} | {factor} | {rank} | {found} | {estimate} |", flush=True)
+            estimate = "– | – | –"
+            if rest:
+                first = rest[0]
+                excess_ms = 1000 * (first["seconds"] - first["others"])
+                estimate = f"{first['factor']:.2f} | {excess_ms:.1f} | {first['step'] + PART - BEGIN}"
+            planted_ms = 1000 * float((root / str(number) / PLANTED).read_text()) if cause != "none" else 0.0
+            print(f"| {cause} | {factor - 1:.0%} | {planted_ms:.1f} | {rank} | {found} | {estimate} |", flush=True)
 
 
 def main() -> None:
@@ -463,7 +468,7 @@ def main() -> None:
     parser.add_argument("--noise", choices=[noise.__name__ for noise in (*NOISE, *WANDERING)])
     parser.add_argument("--wandering", action="store_true", help="noise that lasts for many steps")
     parser.add_argument("--cause", choices=["none", *CAUSES])
-    parser.add_argument("--priority", type=int, default=0, help="of the workers; -10 if the machine has other work")
+    parser.add_argument("--realtime", action="store_true", help="workers run before all other programs (needs root)")
     parser.add_argument("--factor", type=float)
     parser.add_argument("--seed", type=int, default=44)
     options = parser.parse_args()
