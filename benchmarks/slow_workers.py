@@ -3,6 +3,7 @@
     python -m benchmarks.slow_workers quiet --windows 1000000        false alarms among equally fast workers
     python -m benchmarks.slow_workers planted --cases 100            simulated workers, one of which becomes slow
     python -m benchmarks.slow_workers real --cases 10                two real workers on gloo, one of which becomes slow
+    python -m benchmarks.slow_workers link --worlds 2 3 --cases 3    workers on hosts in namespaces, with a slow link
 
 `quiet` draws independent windows of a group, without a slow worker, for each kind of noise. `planted` simulates runs in
 which one worker becomes slow at a random step; a run is compared every PART steps, and delayed by PART steps, as in a
@@ -17,7 +18,9 @@ namespaces of the kernel, and delays the frames of the last one (needs root).
 
 import argparse
 import gc
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -55,6 +58,7 @@ from pipeline.extras.slow_worker.comparison import (
 from pipeline.extras.slow_worker.hook import SlowWorkerConfig
 from pipeline.identity import code_version
 from pipeline.monitoring.telemetry import read_metrics
+from pipeline.monitoring.watchdog import read_phase
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import DataConfig
 from pipeline.worker import Job
@@ -459,21 +463,86 @@ def real(options: argparse.Namespace) -> None:
             print(f"| {cause} | {factor - 1:.0%} | {planted_ms:.1f} | {rank} | {found} | {estimate} |", flush=True)
 
 
+def link_case(root: Path, shards: Path, world: int, delay_s: float) -> list[Any]:
+    """Train on hosts in namespaces, and delay the frames of the last host from step BEGIN on; return the records."""
+    from tests.support.hosts import Network
+
+    folder = root / f"{world}-{delay_s}"
+    task = task_of(folder, shards, BEGIN + AFTER)
+    # All workers have a micro-batch of the same size.
+    task["config"] |= {"batch_size": 32 * world}
+    task |= {"cause": "none", "factor": 1.0, "rank": 0, "realtime": False}
+    (folder / "task.json").write_text(json.dumps(task))
+    with Network(folder) as network, (folder / "output.txt").open("w") as output:
+        hosts = [network.boot(f"h{rank}") for rank in range(world)]
+        workers = []
+        for rank, host in enumerate(hosts):
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": hosts[0].address,
+                "MASTER_PORT": "29500",
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "1",
+            }
+            words = [sys.executable, "-m", "benchmarks.slow_workers", "worker", "--task", str(folder / "task.json")]
+            workers.append(host.start(words, output, **environment))
+        attempt = Path(task["job"]["directory"]) / "attempts" / "attempt-000001"
+        while workers[0].poll() is None:
+            report = read_phase(attempt, 0)
+            if report is not None and report.step >= BEGIN and hosts[-1].relay is None:
+                hosts[-1].slow(delay_s, loss=0.0, seed=1)
+            time.sleep(0.02)
+        for worker in workers:
+            if worker.wait(60) != 0:
+                raise SystemExit((folder / "output.txt").read_text())
+    return records_of(folder)
+
+
+def link(options: argparse.Namespace) -> None:
+    """Print the records of runs in which the link of the last worker becomes slow."""
+    print("| workers | added round trip, ms | found | factor | ms a step | steps until found |")
+    print("|--:|--:|---|--:|--:|--:|", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        shards = root / "shards"
+        pack(digits(train=True, image_size=16), shards, name="train", shard_samples=100)
+        for world in options.worlds:
+            for delay_s in (0.002, 0.01, 0.05)[: options.cases]:
+                for_case = root / f"{world}-{delay_s}"
+                for_case.mkdir()
+                # A host sees the folder of the run and nothing else of this machine's temporary files.
+                shutil.copytree(shards, for_case / "shards")
+                records = link_case(root, for_case / "shards", world, delay_s)
+                found = "; ".join(f"worker {r['rank']}: {r['cause']} (step {r['step']})" for r in records) or "nothing"
+                first = next((record for record in records if record["step"] > BEGIN), None)
+                values = "– | – | –"
+                if first is not None:
+                    values = f"{first['factor']:.2f} | {1000 * first['seconds']:.1f} | {first['step'] + PART - BEGIN}"
+                print(f"| {world} | {1000 * delay_s:.0f} | {found} | {values} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["quiet", "planted", "real"])
+    parser.add_argument("what", choices=["quiet", "planted", "real", "link", "worker"])
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
     parser.add_argument("--windows", type=int, default=1_000_000)
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--noise", choices=[noise.__name__ for noise in (*NOISE, *WANDERING)])
     parser.add_argument("--wandering", action="store_true", help="noise that lasts for many steps")
     parser.add_argument("--cause", choices=["none", *CAUSES])
+    parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--realtime", action="store_true", help="workers run before all other programs (needs root)")
     parser.add_argument("--factor", type=float)
     parser.add_argument("--seed", type=int, default=44)
     options = parser.parse_args()
     began = time.monotonic()
-    {"quiet": quiet, "planted": planted, "real": real}[options.what](options)
+    if options.what == "worker":
+        train_slowly(json.loads(options.task.read_text()))
+        return
+    {"quiet": quiet, "planted": planted, "real": real, "link": link}[options.what](options)
     print(f"{time.monotonic() - began:.0f} s")
 
 
