@@ -167,9 +167,8 @@ class Exchange:
         try:
             while True:
                 number, step, rows = parts.get()
-                self.store.set(
-                    f"{number % KEPT}/{self.rank}", HEADER.pack(number, self.round_trips.shortest_s()) + rows
-                )
+                value = HEADER.pack(number, self.round_trips.shortest_s()) + rows
+                self.store.set(f"{number % KEPT}/{self.rank}", value)  # type: ignore[arg-type]  # bytes work, too
                 if self.comparer is not None:
                     self.collect(self.comparer, number, step)
         except (RuntimeError, OSError):
