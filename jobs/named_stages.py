@@ -16,13 +16,12 @@ from pathlib import Path
 
 from data.checks import few, printable_lines
 from data.errors import DataError, ExitCode, UsageError
-from jobs.stage_folders import CHECKPOINTS, RECORD, TABLE, StageFolder, stage_at, stages_in
+from jobs.stage_folders import CHECKPOINTS, RECORD, TABLE, StageFolder, last_metrics, stage_at, stages_in
 from jobs.terminal import for_stream
 from models.checks import did_you_mean
 from models.weights.folder import CONFIG
 from pipeline.artifacts import TASK
 from pipeline.checkpoints.manifest import committed, step_of
-from pipeline.monitoring.telemetry import last_metrics
 
 # Files that a command may need from a stage → their names in messages. Data sets are named by their own names.
 READS = {
@@ -32,6 +31,7 @@ READS = {
     TABLE: "a sweep's table",
     RECORD: "a record",
 }
+USE_EXPORTED = "FOLDER, then use FOLDER as the weights"
 OF_UNFINISHED = (TASK, CHECKPOINTS, RECORD)  # files that exist before a stage has finished
 
 
@@ -120,8 +120,8 @@ def not_finished(stage: StageFolder) -> DataError:
     text = f"{run / stage.name} has not finished: {stage.path.name} {place}\n  to resume it, run {resume_command(run)}"
     for checkpoint in committed(stage.path / CHECKPOINTS)[:1]:
         text += (
-            f"\n  to use the weights of its newest checkpoint (step {step_of(checkpoint)}), run\n"
-            f"  python -m jobs checkpoints export {run / stage.name} --to FOLDER, then use FOLDER as the weights"
+            "\n  instead, to use the weights of its newest checkpoint, run\n"
+            f"  python -m jobs export {run / stage.name}/step-{step_of(checkpoint)} {USE_EXPORTED}"
         )
     return DataError(text)
 

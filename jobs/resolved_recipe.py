@@ -43,6 +43,9 @@ class Reads(Enum):
     TABLE = "table"  # a sweep's table: the folder with its sweep.json
 
 
+OF_WEIGHTS = (Reads.WEIGHTS, Reads.ANY_WEIGHTS)
+
+
 @dataclass(frozen=True)
 class SharedClasses:
     """Data sets, and optionally weights, that must agree on the meaning of class ids."""
@@ -118,8 +121,8 @@ class StageKind:
         """
         return ()
 
-    def check_outputs(self, stage: "Stage", available: "Available") -> Iterable["CheckResult"]:
-        """Check the outputs of a finished stage, in addition to the digests of its files."""
+    def check_outputs(self, stage: "Stage", done: Mapping[str, Any], available: "Available") -> Iterable["CheckResult"]:
+        """Check the outputs of a finished stage, in addition to the digests of its files; `done` is its done.json."""
         return ()
 
     def metrics(self, cfg: Any) -> Iterable[str]:
@@ -400,15 +403,16 @@ class MissingInput(CheckResult):
 
     stage: str = ""
     field: str = ""  # the field of the stage's config that names the input: data.train
+    reads: Reads = Reads.FILE
     path: str = ""
     problem: str = ""  # in one line
 
     @staticmethod
-    def at(stage: str, field: str, path: str, message: str) -> "MissingInput":
+    def at(stage: str, field: str, reads: Reads, path: str, message: str) -> "MissingInput":
         """Return the result for an input; the first line of `message` is the problem."""
         problem, _, remedy = message.partition("\n")
         text = f"{stage}.{field}: {problem}"
-        return MissingInput("FAIL", "inputs", text, remedy, ExitCode.DATA, stage, field, path, problem)
+        return MissingInput("FAIL", "inputs", text, remedy, ExitCode.DATA, stage, field, reads, path, problem)
 
 
 def index_if_made(path: str) -> Index | None:

@@ -17,7 +17,7 @@ from data.errors import ConfigError, DataError
 from data.images.augment import RESIZE_BEFORE_RANDOM_CROP
 from data.images.preprocess import corrections
 from data.index.document import load_index
-from jobs.resolved_recipe import Kinds, MissingInput, Reads, Stage, reference
+from jobs.resolved_recipe import OF_WEIGHTS, Kinds, MissingInput, Reads, Stage, reference
 from jobs.stage_folders import TABLE
 from models import ModelConfig
 from models.checks import did_you_mean
@@ -59,10 +59,10 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
             text = str(error)
             if isinstance(error, OSError):
                 expected = "an existing file"
-                if reads in (Reads.WEIGHTS, Reads.ANY_WEIGHTS):
+                if reads in OF_WEIGHTS:
                     expected = "a folder with weights, or @stage"
                 text = f"cannot be read: {error}\n  expected {expected}"
-            missing.append(MissingInput.at(stage.name, field_name, value, text))
+            missing.append(MissingInput.at(stage.name, field_name, reads, value, text))
 
     # 2. The model, unless the initial weights are missing or damaged.
     if keys.get("init") != MISSING:
@@ -135,7 +135,7 @@ def digest_of(reads: Reads, path: str) -> str:
 
 def check_part(field_name: str, value: str, reads: Reads, parent: Stage, part: str, kinds: Kinds) -> None:
     """Raise ConfigError if a field refers to a stage that does not have the required type of output."""
-    if reads in (Reads.WEIGHTS, Reads.ANY_WEIGHTS):
+    if reads in OF_WEIGHTS:
         # Users often type the sweep's table instead of one of its runs.
         if parent.kind.reads_outcomes:
             runs = ", ".join(parent.parents.values())

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar, NotRequired, TypedDict
 
 from data.checks import at_least, check_name, redacted
 from data.errors import DataError
@@ -234,15 +234,17 @@ class Pack(StageKind):
         cfg: PackConfig = stage.config
         for name, set_config in cfg.sets.items():
             for field_name, message in missing_paths(set_config).items():
-                yield MissingInput.at(stage.name, f"sets.{name}.{field_name}", getattr(set_config, field_name), message)
+                yield MissingInput.at(
+                    stage.name, f"sets.{name}.{field_name}", Reads.FILE, getattr(set_config, field_name), message
+                )
             has_class_folders = set_config.source == "folder" and not set_config.unlabelled
             if has_class_folders and set_config.path is not None and Path(set_config.path).is_dir():
                 try:
                     folder_classes(set_config.path)
                 except DataError as error:
-                    yield MissingInput.at(stage.name, f"sets.{name}.path", set_config.path, str(error))
+                    yield MissingInput.at(stage.name, f"sets.{name}.path", Reads.FILE, set_config.path, str(error))
 
-    def check_outputs(self, stage: Stage, available: Available) -> Iterator[CheckResult]:
+    def check_outputs(self, stage: Stage, done: Mapping[str, Any], available: Available) -> Iterator[CheckResult]:
         """Raise DataError if an index, table or shard of a finished stage is missing or has the wrong size.
 
         Shards listed in any stage's `data.drop` may be missing. The content of shards is verified when they are read.
@@ -250,8 +252,6 @@ class Pack(StageKind):
         """
         campaign = available.campaign
         folder = campaign.directory(stage)
-        done = campaign.done(stage)
-        assert done is not None, "called only for finished stages"
         dropped: list[str] = []
         for other in campaign.stages:
             if other.kind.trains:

@@ -55,7 +55,7 @@ def plan(
     from jobs.extras.planning.run_folders import readable_run
     from jobs.recipe.references import with_values
     from jobs.recipe.validate import refuse, validate_all
-    from jobs.resolved_recipe import MEMORY, MissingInput
+    from jobs.resolved_recipe import MEMORY, OF_WEIGHTS, MissingInput
     from pipeline.extras.plan.cost import Assumptions
 
     assumed = Assumptions(gpu, price, mtbf)
@@ -74,8 +74,11 @@ def plan(
         # Report missing inputs and memory problems last, because most lines of the plan do not depend on them.
         refused = results
         # Data may not exist yet. But a path similar to an existing one is probably misspelled, and one that exists is
-        # not what the key expects.
-        is_wrong = any(Path(entry.path).exists() or near_path(entry.path) for entry in missing)
+        # not what the key expects. Without weights, the model is unknown.
+        is_wrong = False
+        for entry in missing:
+            if entry.reads in OF_WEIGHTS or Path(entry.path).exists() or near_path(entry.path):
+                is_wrong = True
         if without_data or not is_wrong:
             refused = [result for result in results if result not in missing]
         try:

@@ -159,7 +159,7 @@ def requirements_of(campaign: Campaign, world: int) -> Requirements:
                 rate = images_per_s * index.bytes / index.samples
             sets[path] = rate
     unused_gpus: list[str] = []
-    warn_of_unused_gpus(cluster, unused_gpus.append)
+    warn_of_unused_gpus(cluster, nodes_of(cluster), unused_gpus.append)
     return Requirements(
         workers=world,
         gpus_per_worker=cluster.gpus_per_worker,

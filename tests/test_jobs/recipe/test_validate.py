@@ -7,7 +7,7 @@ import pytest
 
 from data.errors import ConfigError, DataError, ExitCode
 from jobs.recipe.validate import refuse, validate, validate_all
-from jobs.resolved_recipe import Available, CheckResult, MissingInput, Stage
+from jobs.resolved_recipe import Available, CheckResult, MissingInput, Reads, Stage
 from tests.support import campaigns
 
 
@@ -48,8 +48,8 @@ def test_missing_inputs_are_reported_first_in_one_error():
     results = [
         CheckResult("WARN", "x", "a warning"),
         CheckResult.of(ConfigError("a wrong config"), "x"),
-        MissingInput.at("a", "x", "/a", "/a: missing"),
-        MissingInput.at("b", "y", "/b", "/b: missing\n  expected b"),
+        MissingInput.at("a", "x", Reads.SET, "/a", "/a: missing"),
+        MissingInput.at("b", "y", Reads.SET, "/b", "/b: missing\n  expected b"),
     ]
     with pytest.raises(DataError) as error:
         refuse(results)
