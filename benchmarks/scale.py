@@ -142,7 +142,6 @@ def measure_look(folder: Path) -> None:
         def look(group: WorkerGroup = group, watch: Watch = watch) -> None:
             group.poll(0.0)
             watch.find_stall(group.phases(), group.is_frozen)
-            watch.slow()
 
         times = []
         for entered in range(1, ROUNDS + 1):
