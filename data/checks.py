@@ -133,7 +133,7 @@ def at_least(config: object, least: int, names: str, section: str = "") -> None:
     for name in names.split():
         value = getattr(config, name)
         if value is not None and (isinstance(value, bool) or not least <= value < math.inf):
-            raise ConfigError(f"{section}{name} is {value}, expected {least} or more")
+            raise ConfigError(f"{section}{name} is {value}, expected {finite(value)}{least} or more")
 
 
 def more_than_0(config: object, names: str, section: str = "") -> None:
@@ -141,4 +141,9 @@ def more_than_0(config: object, names: str, section: str = "") -> None:
     for name in names.split():
         value = getattr(config, name)
         if value is not None and (isinstance(value, bool) or not 0 < value < math.inf):
-            raise ConfigError(f"{section}{name} is {value}, expected more than 0")
+            raise ConfigError(f"{section}{name} is {value}, expected {finite(value)}more than 0")
+
+
+def finite(value: float) -> str:
+    """Return what to expect in addition if a number is infinite or NaN; "" for any other number."""
+    return "" if math.isfinite(value) else "a finite number, "

@@ -1,7 +1,7 @@
 """Patchline's command line: `patchline COMMAND`, or `python -m jobs COMMAND`; `--help` lists the commands.
 
     patchline run digits pretrain.optim.lr=1e-3 --fresh
-    patchline checkpoints verify runs/digits --step 50
+    patchline checkpoints verify runs/digits/pretrain/step-50
 
 1. Put this checkout first on the import path, so that Python does not import another package named `data` or `models`.
 2. Look up the command in COMMANDS, which maps each command to "module:function". Import only that module, and let
@@ -23,7 +23,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -55,6 +55,7 @@ EXIT_CODES = (
     "again to resume · 78 configuration · 130 interrupted (a run: by a second Ctrl-C)"
 )
 
+OLD_SPELLINGS = "jobs.extras.checkpoints.old_spellings:command_today"
 JSON_OUTPUT = "jobs.extras.json_output:print_document"
 VERSION = "0.1.0"  # as in pyproject.toml
 HELP = {"-h", "--help"}
@@ -107,17 +108,17 @@ COMMANDS = CommandTable(
             "new": ("jobs.extras.new.command:new", "Write a recipe for your images.", "photos"),
             "plan": (
                 "jobs.extras.planning.command:plan",
-                "Show a recipe's stages, memory, time and cost before a run.",
+                "Forecast memory, time and cost of a recipe; starts nothing.",
                 "digits",
             ),
             "trial": (
                 "jobs.extras.planning.command:trial",
-                "Run 30 steps of each training stage and measure their speed.",
+                "Measure a recipe's speed: 30 steps of each training stage.",
                 "digits",
             ),
             "preflight": (
                 "jobs.extras.planning.command:preflight",
-                "Check workers, network, disks and data before a run.",
+                "Test the machines for a recipe: workers, links, disks, data.",
                 "digits",
             ),
             "run": (
@@ -125,10 +126,17 @@ COMMANDS = CommandTable(
                 "Run a recipe, or resume it with the same command.",
                 "digits pretrain.optim.lr=1e-3",
             ),
+        },
+        "Follow": {
             "status": (
                 "jobs.commands.status:status",
-                "Show each stage's step, loss, speed, ETA and last checkpoint.",
+                "Show a run's stages: step, loss, speed, ETA, last checkpoint.",
                 "runs/digits",
+            ),
+            "report": (
+                "jobs.extras.report.command:report",
+                "Write an HTML page of one run, or of several for comparison.",
+                "runs/photos",
             ),
             "checkpoints list": (
                 "jobs.extras.checkpoints.stored:list_all",
@@ -137,28 +145,40 @@ COMMANDS = CommandTable(
             ),
             "checkpoints verify": (
                 "jobs.extras.checkpoints.contents:verify_all",
-                "Verify every file of a checkpoint by its digest.",
-                "runs/digits --step 50",
+                "Verify every file of each checkpoint by its digest.",
+                "runs/digits/pretrain/step-50",
             ),
             "checkpoints inspect": (
                 "jobs.extras.checkpoints.contents:inspect",
                 "Print a checkpoint's manifest and parameters.",
-                "runs/digits/pretrain --step 50",
-            ),
-            "checkpoints diff": (
-                "jobs.extras.checkpoints.contents:compare",
-                "Compare the tensors of two checkpoints.",
-                "runs/digits/pretrain --step 50 --with-step 100",
-            ),
-            "checkpoints export": (
-                "jobs.extras.checkpoints.contents:export_weights",
-                "Write the weights of a checkpoint in our format.",
-                "runs/digits/pretrain --to weights",
+                "runs/digits/pretrain/step-50",
             ),
             "checkpoints prune": (
                 "jobs.extras.checkpoints.stored:prune",
                 "Delete all but the newest checkpoints of each stage.",
                 "runs/digits --keep 2",
+            ),
+            "stop": (
+                "jobs.extras.submit.command:stop",
+                "Stop a run after it has committed a checkpoint.",
+                "/shared/runs/digits",
+            ),
+        },
+        "Ray cluster": {
+            "submit": (
+                "jobs.extras.submit.command:submit",
+                "Submit a recipe to a Ray cluster as a job.",
+                "digits run=/shared/runs/digits --wait",
+            ),
+            "list": (
+                "jobs.extras.submit.command:list_jobs",
+                "List the submitted jobs, with the reason if one waits.",
+                "",
+            ),
+            "logs": (
+                "jobs.extras.submit.command:logs",
+                "Follow the output of a submitted job by its run.",
+                "/shared/runs/digits",
             ),
         },
         "Data": {
@@ -173,25 +193,25 @@ COMMANDS = CommandTable(
                 "Select samples of a data set without packing them again.",
                 "shards/photos --part :90% --output shards/part",
             ),
-            "data check": (
-                "jobs.extras.doctor.command:check",
-                "Decode every sample and report the bad ones.",
-                "shards/train",
+            "data list": (
+                "jobs.extras.doctor.command:list_samples",
+                "List every sample: key, tar, classes.",
+                "runs/photos/parts/held-out",
             ),
             "data stats": (
                 "jobs.extras.doctor.command:stats",
-                "Show the distribution of image sizes and labels.",
+                "Summarise image sizes and classes, from headers only.",
+                "shards/train",
+            ),
+            "data check": (
+                "jobs.extras.doctor.command:check",
+                "Decode every sample, and report the unusable ones.",
                 "shards/train",
             ),
             "data repair": (
                 "jobs.extras.doctor.command:repair",
-                "Pack the good samples of a data set into a new one.",
+                "Pack the usable samples into a new data set.",
                 "shards/train shards/repaired",
-            ),
-            "data list": (
-                "jobs.extras.doctor.command:list_samples",
-                "List the samples of a data set with their classes.",
-                "runs/photos/parts/held-out",
             ),
             "leaks": (
                 "jobs.extras.leaks.command:leaks",
@@ -199,7 +219,7 @@ COMMANDS = CommandTable(
                 "shards/train --test shards/test --output leaks",
             ),
         },
-        "Weights and evaluation": {
+        "Weights": {
             "import": (
                 "jobs.extras.conversion:import_foreign",
                 "Convert official, timm or transformers weights to ours.",
@@ -207,17 +227,17 @@ COMMANDS = CommandTable(
             ),
             "export": (
                 "jobs.extras.conversion:export",
-                "Convert our weights for timm, transformers, big_vision.",
+                "Write a stage's or a checkpoint's weights, ours or timm's.",
                 "runs/photos/pretrain exported --format timm",
             ),
             "evaluate": (
                 "jobs.extras.evaluate:evaluate",
-                "Evaluate weights on data sets, without a recipe.",
+                "Measure the accuracy of weights on labelled data sets.",
                 "runs/photos/pretrain runs/photos/parts/held-out",
             ),
             "predict": (
                 "jobs.extras.predict.command:predict",
-                "Predict the classes of images with trained weights.",
+                "Classify a folder of images: a table and a page.",
                 "runs/photos/pretrain photos/cat",
             ),
             "analyze": (
@@ -226,39 +246,20 @@ COMMANDS = CommandTable(
                 "runs/photos/pretrain photos/cat --output pictures",
             ),
         },
-        "Cluster": {
-            "submit": (
-                "jobs.extras.submit.command:submit",
-                "Submit a recipe to a Ray cluster as a job.",
-                "digits run=/shared/runs/digits --wait",
-            ),
-            "logs": ("jobs.extras.submit.command:logs", "Follow the output of a submitted run.", "/shared/runs/digits"),
-            "stop": (
-                "jobs.extras.submit.command:stop",
-                "Stop a run after it has committed a checkpoint.",
-                "/shared/runs/digits",
-            ),
-            "list": ("jobs.extras.submit.command:list_jobs", "List the jobs of the cluster.", ""),
-        },
         "Investigate": {
-            "report": (
-                "jobs.extras.report.command:report",
-                "Write an HTML report of one run, or compare several runs.",
-                "runs/photos",
-            ),
             "diff": (
                 "jobs.extras.diff.command:diff",
-                "Compare the settings of two recipes or runs.",
+                "Compare settings of recipes or runs, or tensors of weights.",
                 "digits table3/vit_i1k",
             ),
             "replay": (
                 "jobs.extras.replays.command:replay",
-                "Rebuild the global batch of one training step.",
+                "Show the images of one step as the workers saw them.",
                 "runs/photos/pretrain step=120",
             ),
             "audit": (
                 "jobs.extras.replays.command:audit",
-                "Repeat parts of a training run and compare them bit for bit.",
+                "Repeat random steps of a run and compare them bit for bit.",
                 "runs/photos/pretrain",
             ),
             "bisect": (
@@ -276,8 +277,8 @@ COMMANDS = CommandTable(
     kinds=KINDS,
     watchers=WATCHERS,
     groups={
-        "checkpoints": "List, verify, inspect, compare, export or prune checkpoints.",
-        "data": "Check, describe, repair or list a packed data set.",
+        "checkpoints": "List, verify, inspect or prune a run's checkpoints.",
+        "data": "List, summarise, check or repair the samples of a data set.",
     },
 )
 
@@ -391,6 +392,10 @@ def usage_message(error: TyperException, words: Sequence[str]) -> str:
             # Replace typer's suggestion, which is based on spelling only.
             message = message.partition(" Did you mean")[0]
             message += f"\n  use {meant} instead: {program()} {meant} --help"
+    with suppress(ImportError):
+        command: str = resolve_name(OLD_SPELLINGS)(words)
+        if command:
+            return f"{' '.join(words[:2])} was changed\n  instead, run {command}"
     if words and words[0].endswith(".yaml"):
         message += f"\n  to run a recipe, run {program()} run {shlex.quote(words[0])}"
     option = getattr(error, "option_name", None)

@@ -31,6 +31,7 @@ READS = {
     TABLE: "a sweep's table",
     RECORD: "a record",
 }
+USE_EXPORTED = "FOLDER, then use FOLDER as the weights"
 OF_UNFINISHED = (TASK, CHECKPOINTS, RECORD)  # files that exist before a stage has finished
 
 
@@ -119,8 +120,8 @@ def not_finished(stage: StageFolder) -> DataError:
     text = f"{run / stage.name} has not finished: {stage.path.name} {place}\n  to resume it, run {resume_command(run)}"
     for checkpoint in committed(stage.path / CHECKPOINTS)[:1]:
         text += (
-            f"\n  to use the weights of its newest checkpoint (step {step_of(checkpoint)}), run\n"
-            f"  python -m jobs checkpoints export {run / stage.name} --to FOLDER, then use FOLDER as the weights"
+            "\n  instead, to use the weights of its newest checkpoint, run\n"
+            f"  python -m jobs export {run / stage.name}/step-{step_of(checkpoint)} {USE_EXPORTED}"
         )
     return DataError(text)
 

@@ -9,6 +9,7 @@ Out: Recipe({"pretrain": {"optim": {"lr": 0.001}, "steps": 100}}, "recipe.yaml",
 
 import dataclasses
 import os
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,8 @@ YAML_REMEDIES = {
     "end of stream": "a closing quote for every opening quote",
     "expected ','": "matching brackets and braces, commas between entries, and quotes around ${…}",
     "unacceptable character": "text without control characters",
+    "undefined alias": "quotes around text that begins with *, or a value marked with the same &name above",
+    "second occurrence": "another &name: each one marks a single value",
 }
 
 Values = TypeVar("Values")  # nested plain values: a dict, a list or a single value
@@ -69,10 +72,10 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ConfigError(f"{path} is a folder\n  expected a recipe (a YAML file); run ls {path}/*.yaml") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"{path} is not UTF-8 text: invalid byte at {error.start}, in line {line}\n"
-            "  expected a recipe (a YAML file) saved as UTF-8"
-        ) from None
+        problem = f"is not UTF-8 text: invalid byte at {error.start}, in line {line}"
+        if error.object.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+            problem = f"is UTF-16 text; to convert it, run iconv -f UTF-16 -t UTF-8 {path} > NEW.yaml"
+        raise ConfigError(f"{path} {problem}\n  expected a recipe (a YAML file) saved as UTF-8") from None
     except YAMLError as error:
         raise not_yaml(path, text, error) from None
     # Possible causes: a broken interpolation, a key with an invalid value, or a text that is a single number.
@@ -93,6 +96,9 @@ def not_yaml(path: Path, text: str, error: YAMLError) -> ConfigError:
     mark = getattr(error, "problem_mark", None)
     problem = str(getattr(error, "problem", None) or str(error).splitlines()[0])
     expected = "the keys of a section in the same column, as `key: value`"
+    # For a tab in the indentation, libyaml's message is the same as for other characters.
+    if "cannot start" in problem and mark is not None and text.splitlines()[mark.line][mark.column :].startswith("\t"):
+        problem = "found a tab character"
     for sign, remedy in YAML_REMEDIES.items():
         if sign in problem:
             expected = remedy

@@ -83,14 +83,14 @@ READING = """
 --version
 status runs/small
 checkpoints list runs/small
-checkpoints inspect runs/small --step 4
-checkpoints diff runs/small --step 4 --with-step 2
+checkpoints inspect runs/small/step-4
 data check {shards}/test
 data stats {shards}/test
 data list {shards}/test
 plan small.yaml
 plan small.yaml --resolved
 diff small.yaml small.yaml pretrain.optim.lr=2e-3 pretrain.batch_size=32
+diff runs/small/pretrain/step-2 runs/small/pretrain/step-4
 replay runs/small step=2
 """
 
@@ -110,8 +110,10 @@ def test_people_read_the_lines_of_the_document(line: str, here: Path, shards: Pa
 def test_documents_of_commands_that_write(here: Path, shards: Path) -> None:
     verified = document_of(["checkpoints", "verify", "runs/small"])
     assert [entry["problem"] for entry in verified["checkpoints"]] == ["", ""]
-    exported = document_of(["checkpoints", "export", "runs/small", "--step", "2", "--to", "weights"])
-    assert (here / "weights" / "weights.safetensors").samefile(Path(exported["weights"]) / "weights.safetensors")
+    exported = document_of(["export", "runs/small/pretrain/step-2", "weights"])
+    assert exported["written"] == "weights"
+    assert exported["largest_difference"] == 0
+    assert document_of(["diff", "weights", "runs/small/pretrain/step-2"])["tensors"] == []
     converted = document_of(["export", "runs/small/pretrain", "timm", "--format", "timm"])
     assert converted["largest_difference"] == 0
     assert document_of(["import", "timm", "imported"])["parameters"] == converted["parameters"]

@@ -133,7 +133,7 @@ def test_altered_and_lost_shards_are_dropped_or_repaired(here: Path) -> None:
 
 def test_weights_with_nan_are_restored(here: Path) -> None:
     script().finish(["run", "small.yaml"])
-    script().finish(["checkpoints", "export", "runs/small", "--to", "weights"])
+    script().finish(["export", "runs/small/pretrain", "weights"])
     shutil.copytree("weights", "backup")
     values = load_file("weights/weights.safetensors")
     values[next(iter(values))].view(-1)[0] = torch.nan

@@ -358,7 +358,13 @@ def is_header_or_end(tar: memoryview | bytes, position: int) -> bool:
 
 
 def check_uncompressed(tar: memoryview | bytes, name: str) -> None:
-    """Raise DataError if a file is compressed, or is an error page saved as a tar."""
+    """Raise DataError if a file is empty, compressed or of another kind, or is an error page saved as a tar."""
+    if not tar:
+        raise DataError(f"{name}: empty, 0 bytes\n  expected a tar: copy, download or pack it again")
+    if bytes(tar[:2]) == b"PK":
+        raise DataError(
+            f"{name}: a zip archive, expected a tar\n  unpack it, then run python -m jobs pack folder FOLDER OUT"
+        )
     for start, program in COMPRESSORS.items():
         if bytes(tar[: len(start)]) == start:
             raise DataError(

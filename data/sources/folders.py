@@ -125,6 +125,10 @@ def folder_classes(root: str | os.PathLike[str], skipped: Counter[str] | None = 
 
     Files in system folders, such as @eaDir, are counted in `skipped`.
     """
+    if Path(root).is_file():
+        raise DataError(
+            f"{root} is a file, expected a folder of class folders\n  for a list of paths, use the source table"
+        )
     names = class_folders_in(Path(root), skipped) if Path(root).is_dir() else []
     for name in names:
         refuse_loop(Path(root, name))

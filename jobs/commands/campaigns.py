@@ -102,6 +102,8 @@ def recipe_path(recipe: str) -> Path:
             hint = f"it is a run directory: use its recipe; for its progress, run python -m jobs status {recipe}"
         elif path.is_dir() and path.with_name(f"{path.name}.yaml").is_file():
             hint = f"did you mean {path.with_name(path.name)}.yaml?"
+        elif path.is_symlink() and not path.exists():
+            hint = f"it is a symbolic link to {path.readlink()}, which does not exist or leads back to the link"
         elif path.is_dir():
             hint = f"to write a recipe for the images in it, run python -m jobs new {shlex.quote(recipe)}"
         elif close:

@@ -2,7 +2,8 @@
 
 patchline import vit_b16.npz weights/b16                         use it in a recipe as init: weights/b16
 patchline import sincos.npz weights/s16 'image_size=[224, 224]'  add a setting missing from the file
-patchline export runs/digits/finetune-1a2b3c4d digits-hf --format hf
+patchline export runs/digits/finetune digits-hf --format hf
+patchline export runs/digits/pretrain/step-50 weights/step-50    a checkpoint, in our format
 """
 
 import json
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -23,7 +25,10 @@ from data.files import atomic_file, rename, sync, temporary_name
 from data.index.names import preview
 from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug
+from jobs.extras.checkpoint_names import names_checkpoint
 from jobs.extras.named_weights import check_weights_exist, find_weights
+from jobs.extras.stored_runs import opened
+from jobs.named_stages import USE_EXPORTED
 from jobs.stage_folders import stage_at, stages_in
 from jobs.terminal import activity
 from models.configs import HALF
@@ -35,6 +40,7 @@ from pipeline.evaluation import any_weights
 from pipeline.extras.recorded_origin import record_weights, recorded_form, recorded_loss
 from pipeline.identity import code_version
 from pipeline.training_config import check_ops
+from pipeline.variables import restored
 
 if TYPE_CHECKING:  # torch takes a second to import, which would delay usage errors
     from torch import Tensor
@@ -58,14 +64,18 @@ ClassList = Annotated[
     str | None,
     typer.Option("--names", metavar="FILE", help="File of class names, one per line; default: those in the weights."),
 ]
-OurFolder = Annotated[
+Source = Annotated[
     str,
     typer.Argument(
-        metavar="WEIGHTS", help="Weights of Patchline: RUN/STAGE, a stage's folder, or a folder written by `import`."
+        metavar="WEIGHTS",
+        help="A finished stage (RUN/STAGE), a checkpoint (RUN/STAGE/step-50), or a folder or file of weights.",
     ),
 ]
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="The file (npz, pth) or folder to write.")]
-Format = Annotated[Literal["safetensors", "npz", "pth", "timm", "hf"], typer.Option(help="Output format.")]
+Format = Annotated[
+    Literal["safetensors", "npz", "pth", "timm", "hf"],
+    typer.Option(help="safetensors: ours, for `init` and all commands; npz: big_vision; pth: DINOv2; timm; or hf."),
+]
 Preprocess = Annotated[
     str | None,
     typer.Option(
@@ -124,13 +134,16 @@ def import_foreign(
 
 
 def export(
-    directory: OurFolder, path: Target, format: Format, preprocess: Preprocess = None, _debug: Debug = False
+    source: Source,
+    path: Target,
+    format: Format = "safetensors",
+    preprocess: Preprocess = None,
+    _debug: Debug = False,
 ) -> Answer:
-    """Convert our weights to the official (npz), timm or transformers format.
+    """Write the weights of a stage, a checkpoint or a folder in our, the official (npz), timm or transformers format.
 
-    To use a checkpoint of an unfinished stage, first run `checkpoints export`, which writes its weights in our format.
+    The result is read back, and its outputs are compared with those of the source.
     """
-    directory = find_weights(directory)
     if preprocess is not None:
         check_ops(preprocess)
     # 1. Refuse a target whose name suggests another format to programs that read it.
@@ -148,10 +161,59 @@ def export(
                 f"  expected a name without .{suffix}, or --format {suffix}"
             )
 
-    # 2. Write the weights; collect warnings about values that the format cannot store exactly.
+    with weights_of(source, path, format) as (folder, name):
+        return converted(folder, name, path, format, preprocess)
+
+
+@contextmanager
+def weights_of(source: str, target: str, format: str) -> Iterator[tuple[str, str]]:
+    """Yield the path of the weights to export, and their name in messages and records, also a path.
+
+    The weights of a checkpoint are in a temporary folder next to the target.
+    """
+    if not names_checkpoint(source):
+        try:
+            weights = find_weights(source)
+        except DataError as error:
+            # The advice to export a checkpoint of an unfinished stage, with the target and format of this command.
+            raise DataError(str(error).replace(USE_EXPORTED, f"{target} --format {format}")) from None
+        yield weights, weights
+        return
+
+    # From another extra, which may be missing from a checkout.
+    from jobs.extras.checkpoints.contents import model_of, newest_verified
+
+    with opened(source) as run:
+        folder = newest_verified(run)
+        from pipeline.checkpoints.reader import export as weights_in
+
+        Path(target).resolve().parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".tmp-", dir=Path(target).resolve().parent) as temporary:
+            model = model_of(folder)
+            # Like a finished stage, export class names and preprocessing with the weights.
+            exported_with: dict[str, Any] = {}
+            address = run.in_words(str(folder))
+            record: dict[str, object] = {"exported": address, "code": code_version()}
+            task_file = folder.parents[1] / artifacts.TASK
+            if task_file.exists():
+                task = restored(artifacts.read_record(task_file), task_file)
+                exported_with["class_names"] = task["job"].get("class_names", [])
+                preprocess = task["config"].get("data", {}).get("preprocess")
+                exported_with["preprocessing"] = preprocessing_of(preprocess, model)
+                record["loss"] = task["config"]["loss"]
+            models.save_weights(weights_in(folder, model), temporary, model, writing=atomic_file, **exported_with)
+            # Not the manifest, because its digests do not apply to the exported file.
+            record_weights(Path(temporary), record)
+            yield temporary, address
+
+
+def converted(directory: str, name: str, path: str, format: str, preprocess: str | None) -> Answer:
+    """Write the weights in a folder, called `name` in messages, to `path`; compare both, and return the answer."""
+    is_file = format in ("npz", "pth")
+    # 1. Write the weights; collect warnings about values that the format cannot store exactly.
     verification: list[str] = []
     verify(directory, verification.append)
-    activity.now(f"export: reading {directory} …")
+    activity.now(f"export: reading {name} …")
     model = any_weights.load(directory, {})
     names = class_names(directory)
     config = model.config
@@ -185,9 +247,9 @@ def export(
                     form=form,
                 )
             except ValueError as error:
-                raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
+                raise UsageError(f"{name} cannot be exported as {format}: {error}") from None
 
-        # 3. Read the weights back as other programs would, and compare the models. A single file does not contain the
+        # 2. Read the weights back as other programs would, and compare the models. A single file does not contain the
         # image size.
         changes: dict[str, object] = {}
         if is_file:
@@ -198,12 +260,15 @@ def export(
         except DataError as error:
             raise DataError(str(error).replace(str(made), path)) from None
         if format == "safetensors":
-            record: dict[str, object] = {"exported": str(Path(directory).resolve()), "code": code_version()}
+            record: dict[str, object] = {
+                "exported": name if "://" in name else str(Path(name).resolve()),
+                "code": code_version(),
+            }
             origin: dict[str, object] = {"loss": loss, "form": form}
             record |= {name: value for name, value in origin.items() if value is not None}
             record_weights(made, record)
-    lines = described(model, directory, names, preprocessing, verification)
-    # 4. Report differences between the configs, and between the outputs for one random image.
+    lines = described(model, name, names, preprocessing, verification)
+    # 3. Report differences between the configs, and between the outputs for one random image.
     for change in differences(models.to_dict(config), models.to_dict(exported.config)).values():
         lines.append(f"becomes  {change}")
     # Pixel values from −1 to 1, as in normalised images.
@@ -238,7 +303,7 @@ def export(
         )
     lines.append(f"written  {path}")
     document = {
-        **facts(model, directory, names, preprocessing),
+        **facts(model, name, names, preprocessing),
         "written": path,
         "format": format,
         "largest_difference": float(largest),

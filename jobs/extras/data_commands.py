@@ -41,7 +41,12 @@ def stoppable() -> Iterator[None]:
 
 
 def near_path(path: str) -> str:
-    """Return "; did you mean 'photos/cat'?" if a file or folder with a similar name exists; otherwise ""."""
+    """Return "; did you mean 'photos/cat'?" if a file or folder with a similar name exists; otherwise "".
+
+    For a broken symbolic link, return its target.
+    """
+    if Path(path).is_symlink():
+        return f"; it is a symbolic link to {Path(path).readlink()}, which does not exist or leads back to the link"
     near = similar_path(path)
     return "" if near is None else f"; did you mean {str(near)!r}?"
 

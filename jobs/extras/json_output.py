@@ -225,7 +225,8 @@ def advice(line: str) -> list[Step]:
     """Return the steps that a line of a message recommends; an empty list if the line only gives a reason."""
     commands = commands_in(line)
     if commands:
-        return [{"do": "first", "command": command, "text": line} for command in commands]
+        do = "instead" if line.startswith("instead, ") else "first"
+        return [{"do": do, "command": command, "text": line} for command in commands]
     if AGAIN.search(line):
         return [{"do": "repeat", "text": line}]
     if VERBS.match(line) or line.startswith(program()):

@@ -8,10 +8,12 @@ from zipfile import is_zipfile
 import typer
 
 from data.errors import DataError
+from jobs.extras.checkpoint_names import names_checkpoint
 from jobs.extras.data_commands import near_path
-from jobs.named_stages import find_set, find_stage
+from jobs.named_stages import USE_EXPORTED, find_set, find_stage
 from jobs.stage_folders import CHECKPOINTS, stage_at
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
+from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.values import counted
 
 AnyWeights = Annotated[
@@ -30,6 +32,11 @@ def find_weights(path: str) -> str:
         from jobs.extras.stored_runs import fetch_weights
 
         return fetch_weights(path)
+    if names_checkpoint(path):
+        raise DataError(
+            f"{path} is a checkpoint, which has training states instead of a file of weights\n"
+            f"  run python -m jobs export {path} {USE_EXPORTED}"
+        )
     path = find_set(find_stage(path))  # find_set resolves RUN/STAGE/SET, which is refused below as a data set
     check_weights_exist(path)
     return path
@@ -51,10 +58,13 @@ def check_weights_exist(path: str) -> None:
         )
     if folder.is_dir() and not (folder / CONFIG).exists() and not (folder / THEIR_WEIGHTS).exists():
         if (folder / CHECKPOINTS).is_dir():
-            raise DataError(
-                f"{path} has checkpoints but no exported weights yet\n"
-                f"  run python -m jobs checkpoints export {path} --to FOLDER, then use FOLDER as the weights"
-            )
+            text = f"{path} has no exported weights yet\n  wait until its stage has saved a checkpoint"
+            for checkpoint in committed(folder / CHECKPOINTS)[:1]:
+                text = (
+                    f"{path} has checkpoints but no exported weights yet\n"
+                    f"  instead, run python -m jobs export {path}/step-{step_of(checkpoint)} {USE_EXPORTED}"
+                )
+            raise DataError(text)
         from data.index.document import SUFFIX
 
         if any(folder.glob(f"*{SUFFIX}")):

@@ -110,6 +110,15 @@ Check = Annotated[
 ]
 
 
+# Names of the same sources in other programs.
+OTHER_SOURCES = {
+    **dict.fromkeys(("csv", "tsv", "json", "jsonl", "list", "metadata"), "table"),
+    **dict.fromkeys(("imagefolder", "folders", "images", "directory", "dir"), "folder"),
+    **dict.fromkeys(("webdataset", "wds", "tar"), "tars"),
+    **dict.fromkeys(("hf", "huggingface", "datasets"), "parquet"),
+}
+
+
 def pack(
     context: typer.Context,
     source: Source,
@@ -143,6 +152,8 @@ def pack(
     from jobs.sets import SetConfig, check_apart, expected_samples, missing_paths, numbering_of, samples_of
     from pipeline import config
 
+    if source in OTHER_SOURCES:
+        raise UsageError(f"source is {source}; did you mean {OTHER_SOURCES[source]!r}?")
     renamed = {}
     for word in rename or []:
         before, equals, after = word.partition("=")

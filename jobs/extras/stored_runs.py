@@ -1,4 +1,4 @@
-"""Open the run, stage or checkpoint named by a command's argument, a path or URL.
+"""Open the run, stage or checkpoint named by a command's argument: RUN, RUN/STAGE or RUN/STAGE/step-50, a path or URL.
 
 The small files (records and metrics) of a run at s3://… are downloaded to a temporary folder. Checkpoints are
 downloaded only by the commands that read them. Commands print the URL instead of the temporary folder.
@@ -14,6 +14,7 @@ from data.bucket import Bucket, check_store_url, local_name
 from data.errors import DataError, UsageError
 from data.files import MANIFEST, state_folder, write_atomically
 from data.storage import Folder, Storage
+from jobs.extras.checkpoint_names import names_checkpoint
 from jobs.named_stages import find_stage
 from jobs.run.sync import fetch_small_files
 from jobs.stage_folders import CHECKPOINTS, RECORD
@@ -42,7 +43,7 @@ class OpenedRun:
     name: str  # as the user typed it
     storage: Storage
     stages: list[StageCheckpoints]  # all stages of the run, or only the named one
-    only: str = ""  # the named checkpoint; "" for a run or a stage
+    only: str = ""  # the named checkpoint, such as "step-50"; "" for a run or a stage
 
     def in_words(self, line: str) -> str:
         """Replace the local copy's path in a line with the run's URL."""
@@ -52,24 +53,28 @@ class OpenedRun:
 @contextmanager
 def opened(name: str) -> Iterator[OpenedRun]:
     """Open a run, stage or checkpoint by path or URL. Raises UsageError if there is none."""
-    if "://" in name:
-        with local_copy(name) as (store, stage):
-            yield OpenedRun(name, store, [StageCheckpoints(store, stage)] if stage else stages_of(store))
+    run, only = name, ""
+    if names_checkpoint(name) and not (Path(name) / MANIFEST).exists():
+        run, _, only = name.rstrip("/").rpartition("/")
+        run = run.removesuffix("/checkpoints")
+    if "://" in run:
+        with local_copy(run) as (store, stage):
+            yield OpenedRun(run, store, [StageCheckpoints(store, stage)] if stage else stages_of(store), only)
         return
 
-    path = Path(name)
+    path = Path(run)
     if not path.exists():
-        path = Path(find_stage(name, CHECKPOINTS))
+        path = Path(find_stage(run, CHECKPOINTS))
     path = path.resolve()
     if (path / MANIFEST).exists():
         checkpoints = checkpoints_in(path.parent)
         yield OpenedRun(name, checkpoints.storage, [checkpoints], path.name)
     elif (path / "checkpoints").is_dir():
         checkpoints = checkpoints_in(path / "checkpoints")
-        yield OpenedRun(name, checkpoints.storage, [checkpoints])
+        yield OpenedRun(run, checkpoints.storage, [checkpoints], only)
     else:
         storage = Folder(path)
-        yield OpenedRun(name, storage, stages_of(storage))
+        yield OpenedRun(run, storage, stages_of(storage), only)
 
 
 def stages_of(storage: Storage) -> list[StageCheckpoints]:
@@ -82,7 +87,7 @@ def stages_of(storage: Storage) -> list[StageCheckpoints]:
     if not stages:
         raise UsageError(
             f"found no checkpoints in {storage.address()}\n"
-            "  expected a run directory, a stage's folder in it, or a checkpoint's step-* folder"
+            "  expected a run directory, a stage's folder in it, or a checkpoint, such as RUN/STAGE/step-50"
         )
     return [StageCheckpoints(storage, stage) for stage in sorted(stages)]
 

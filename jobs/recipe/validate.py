@@ -22,8 +22,9 @@ from data.errors import DataError, ExitCode, PatchlineError
 from jobs.recipe import class_names
 from jobs.recipe.records import changes_since, unfinished_folder
 from jobs.resolved_recipe import Available, Campaign, CheckResult, MissingInput, Stage
-from jobs.stage_folders import RECORD, stages_in
+from jobs.stage_folders import CHECKPOINTS, RECORD, stages_in
 from pipeline import artifacts
+from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
 LENGTH = ("steps", "passes", "optim.schedule.cooldown_steps")  # fields that change only how long a stage trains
@@ -87,10 +88,11 @@ def ways_to_train_longer(stage: Stage, folder: Path, changed: Collection[str], a
         return ""
     before = artifacts.read_record(folder / RECORD)["forbid"]
     ways = list(stage.kind.ways_to_train_longer(stage, before, available))
-    if not (folder / artifacts.DONE).exists() and (available.campaign.remote is None):
+    saved = [] if available.campaign.remote is not None else committed(folder / CHECKPOINTS)
+    if saved and not (folder / artifacts.DONE).exists():
         ways.append(
-            f"start a new schedule from its newest weights: python -m jobs checkpoints export {folder} --to FOLDER, "
-            f"then add {stage.source}.init=FOLDER --fresh\n      "
+            f"start a new schedule from its newest weights: python -m jobs export {folder}/step-{step_of(saved[0])} "
+            f"FOLDER, then add {stage.source}.init=FOLDER --fresh\n      "
             "with new optimizer state, warm-up and sample order; step 0 has the weights of the checkpoint"
         )
     return "".join(f"\n  to train longer, {way}" for way in ways)

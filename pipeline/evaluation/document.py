@@ -13,6 +13,7 @@
                         "seeds": {"0": 0.90, …}, "sd": 0.012, "right": "…"}, …},        bits (S, N) in base64
                                                     "note": "…" if something limits the value, as too few shots do
    "classes": [{"id": 0, "name": "zero", "value": …, "low": …, "high": …, "samples": 36}, …],       only of per-class
+   "confusions": [[label, predicted class, number of such mistakes], …],       of per-class; the most frequent first
    "shots": {"5shot": {"0": [[shard, sample], …]}, …},       only of fewshot; numbers in the training set's index
    "chosen": {"l2": 0.01, …},                                                                      only of logistic
    "leaks": "not checked"                       or {…, "train": the sets that this one was compared with,

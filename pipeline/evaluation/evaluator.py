@@ -353,10 +353,11 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
     protocol = request.protocol
     outcome = compute(Inputs(protocol.name, train, test, labels, device, beat), protocol.settings)
     result = document.result_of(outcome, protocol, test, train, request.leaked)
+    if request.examples or protocol.kind.interval == "classes":
+        result["confusions"] = confusions(test)
     if request.examples:
         result["examples"] = examples_of(test, request.examples)
         result["class_counts"] = class_counts(test)
-        result["confusions"] = confusions(test)
         result["loss"] = float(test.all_losses[test.is_there].mean(dtype=np.float64))
     return result
 

@@ -75,8 +75,14 @@ def test_few_joins_the_first_texts_and_counts_the_rest():
 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, True])
 def test_at_least_0_rejects_negative_non_finite_and_boolean_values(value):
-    with pytest.raises(ConfigError, match=f"^data.workers is {value}, expected 0 or more$"):
+    finite = "a finite number, " if value in (math.inf, math.nan) else ""
+    with pytest.raises(ConfigError, match=f"^data.workers is {value}, expected {finite}0 or more$"):
         at_least(SimpleNamespace(workers=value), 0, "workers", "data.")
+
+
+def test_infinity_is_more_than_zero_but_not_a_finite_number():
+    with pytest.raises(ConfigError, match=r"^optim.lr is inf, expected a finite number, more than 0$"):
+        more_than_0(SimpleNamespace(lr=math.inf), "lr", "optim.")
 
 
 @pytest.mark.parametrize("value", [0, 1, 2.5, None])

@@ -1,6 +1,7 @@
 """Errors of the command line, and exit codes after interrupts and unexpected errors."""
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 import tomllib
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from data.errors import Preempted
-from jobs.__main__ import main
+from jobs.__main__ import COMMANDS, main
 from jobs.terminal import typed_command
 
 pytestmark = pytest.mark.quick
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.quick
         (["run", "x", "--frsh"], "--fresh"),
         (["checkpoints", "verfy", "x"], "Did you mean 'verify'?"),
         (["run"], "expected a YAML file or a built-in recipe: cifar10, cifar10_bit, digits"),
-        (["checkpoints", "verify", "x", "--step", "ten"], "'--step'"),
+        (["checkpoints", "prune", "x", "--keep", "ten"], "'--keep'"),
         (["status", "/nowhere"], "no run at"),
     ],
 )
@@ -37,6 +38,37 @@ def test_help_exits_with_0_and_lists_debug_if_the_command_has_it(capsys, words):
     out = capsys.readouterr().out
     assert "Usage: python -m jobs" in out
     assert ("--debug" in out) == (words[-2:-1] in (["run"], ["check"]))
+
+
+@pytest.mark.parametrize("words", [["--help"], ["checkpoints", "--help"], ["data", "--help"]])
+def test_every_summary_fits_and_names_another_purpose(capsys, words):
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    summaries = [line.split(None, 1)[1] for line in out.splitlines() if re.match("  [a-z]+  ", line)]
+    assert not any(summary.endswith("...") for summary in summaries), "a summary is cut off"
+    assert len({tuple(summary.split()[:4]) for summary in summaries}) == len(summaries) > 3
+
+
+COMMAND = re.compile(r"(?<![/\w])(?:python -m jobs|patchline|\bprogram\(\)\}) ([a-z]+)\b(?! \w*/)(?:[ ]([a-z]+))?")
+ROOT = Path(__file__).parents[2]
+
+
+def test_messages_documents_and_schemas_name_only_commands_that_exist():
+    known = {words.split()[0] for section in COMMANDS.sections.values() for words in section}
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs" / "schemas").iterdir()]
+    sources = [path for package in ("jobs", "pipeline", "data", "models") for path in (ROOT / package).rglob("*.py")]
+    unknown = []
+    names = 0
+    for path in [*pages, *sources]:
+        if path.name == "old_spellings.py":
+            continue
+        for first, second in COMMAND.findall(path.read_text()):
+            names += 1
+            is_group = first in COMMANDS.groups
+            if first not in known or (is_group and second and not COMMANDS.example(f"{first} {second}")):
+                unknown.append(f"{path.relative_to(ROOT)}: {first} {second}")
+    assert not unknown
+    assert names > 200
 
 
 def test_no_words_print_the_help(capsys):

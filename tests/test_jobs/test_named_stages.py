@@ -103,7 +103,7 @@ def test_an_unfinished_stage_is_used_for_checkpoints_if_no_other_has_any(run, ca
             with pytest.raises(DataError, match="is at step 14 of 200\n") as error:
                 find_stage(f"{run}/{typed}")
             assert f"to resume it, run {command}\n" in str(error.value)
-            assert f"newest checkpoint (step 12), run\n  python -m jobs checkpoints export {run}/finetune --to" in str(
+            assert f"its newest checkpoint, run\n  python -m jobs export {run}/finetune/step-12 FOLDER" in str(
                 error.value
             )
 

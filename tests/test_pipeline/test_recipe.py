@@ -108,3 +108,28 @@ def test_another_model_keeps_only_image_size_and_classes() -> None:
         assert with_overrides(recipe, [f"pretrain.model={value}"])["pretrain"]["model"]["width"] == 192, value
     merged = with_overrides(recipe, ["pretrain.model={dropout: 0.1}"])
     assert merged["pretrain"]["model"]["width"] == 192  # a section without a name is merged like any other
+
+
+@pytest.mark.parametrize(
+    ("content", "problem", "expected"),
+    [
+        (b"a:\n\tb: 1\n", "line 2: found a tab character", "spaces before a key, not tabs"),
+        (b"a:\n  b:\n  \tc: 1\n", "line 3: found a tab character", "spaces before a key, not tabs"),
+        (b"a: @b\n", "line 1: found character that cannot start any token", "quotes around text that begins with @"),
+        (b"a: %50\n", "line 1: found character that cannot start any token", "quotes around text that begins with @"),
+        (b"a: *b\n", "line 1: found undefined alias", "quotes around text that begins with \\*"),
+        (b"a: &x 1\nb: &x 2\nc: *x\n", "line 2: second occurrence", "another &name"),
+        ("a: 1\n".encode("utf-16"), "r.yaml is UTF-16 text; to convert it, run iconv -f UTF-16", "saved as UTF-8"),
+        ("a: 1\n".encode("utf-16-be"), "unacceptable character", "text without control characters"),
+        ("# café\na: 1\n".encode("latin-1"), "is not UTF-8 text: invalid byte at 5, in line 1", "saved as UTF-8"),
+    ],
+)
+def test_unreadable_text_is_refused_with_the_cause_and_a_remedy(content, problem, expected, tmp_path):
+    (tmp_path / "r.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{problem}(.|\n)*\n  expected (a recipe \\(a YAML file\\) )?{expected}"):
+        read_recipe(tmp_path / "r.yaml")
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path):
+    (tmp_path / "r.yaml").write_bytes(b"\xef\xbb\xbfa:\r\n  b: 1\r\n")
+    assert read_recipe(tmp_path / "r.yaml").values == {"a": {"b": 1}}

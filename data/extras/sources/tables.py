@@ -31,6 +31,7 @@ from data.sources.samples import Sample, kind_of
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")  # in Parquet with embedded images
 LABEL_COLUMNS = ("label", "labels", "fine_label", "cls")
 TABLE_PATH_COLUMNS = ("path", "file_name", "filename", "image")  # in a table of paths; Hugging Face uses file_name
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}  # other than commas
 TABLE_LABEL_COLUMNS = ("label", "labels", "cls", "class", "category")
 
 
@@ -103,6 +104,14 @@ def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], l
     path_column = first_of(TABLE_PATH_COLUMNS, columns)
     if path_column is None or (label_column is None and not unlabelled):
         wanted = "a column path" if unlabelled else "columns path and label"
+        if len(columns) == 1:
+            # One column whose name has a separator: Excel writes semicolons in many languages.
+            separator = next((name for character, name in SEPARATORS.items() if character in columns[0]), None)
+            if separator is not None:
+                raise DataError(
+                    f"{path}: the columns are separated by {separator}: {printable(columns[0])}\n"
+                    "  expected commas: save it again as a CSV with commas"
+                )
         raise DataError(
             f"{path}: expected {wanted}, found {', '.join(columns) or 'no columns'}\n"
             "  the first line of a CSV must be path,label; every further line describes one image, for "
@@ -193,7 +202,11 @@ class ImageParquet:
         is_unusable = not image_column or not (label_column or unlabelled)
         if is_unusable:
             wanted = "a column image" if unlabelled else "columns image and label"
-            raise DataError(f"{path}: expected {wanted}, found {', '.join(schema.names)}")
+            raise DataError(
+                f"{path}: expected {wanted}, found {', '.join(schema.names)}\n"
+                f"  rename the columns: images can be called {', '.join(IMAGE_COLUMNS)}, and labels "
+                f"{', '.join(LABEL_COLUMNS)}"
+            )
         self.path = path
         self.image_column = image_column or ""
         self.label_column = label_column

@@ -1,7 +1,7 @@
 """`patchline checkpoints list|prune RUN`: list or delete the checkpoints of a run.
 
-RUN is a run directory or URL, a stage's folder in it, or a checkpoint's folder. These commands read only JSON
-files; commands that read tensors are in contents.py.
+RUN is a run directory or URL, a stage in it (RUN/STAGE), or a checkpoint (RUN/STAGE/step-50). These commands read only
+JSON files; commands that read tensors are in contents.py.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from pipeline.monitoring.telemetry import read_metrics
 SavedRun = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="A run directory, a stage (RUN/STAGE), or one checkpoint's step-* folder; or s3://…"
+        metavar="RUN", help="A run directory, a stage (RUN/STAGE), or one checkpoint (RUN/STAGE/step-50); or s3://…"
     ),
 ]
 Keep = Annotated[int, typer.Option(help="Number of newest checkpoints to keep in each stage, at least 2.")]

@@ -11,17 +11,25 @@ from jobs.commands.campaigns import kinds_of
 
 def diff(
     context: typer.Context,
-    mine: Annotated[str, typer.Argument(metavar="MINE", help="Recipe or run to compare.")],
-    other: Annotated[str, typer.Argument(metavar="OTHER", help="Reference: table3/vit_i1k, a recipe file, or a run.")],
+    mine: Annotated[
+        str,
+        typer.Argument(metavar="MINE", help="Recipe, run or stage; or checkpoint (RUN/STAGE/step-50) or weights."),
+    ],
+    other: Annotated[
+        str, typer.Argument(metavar="OTHER", help="The same, for example table3/vit_i1k or RUN/STAGE/step-100.")
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides of recipe keys of OTHER.")
     ] = None,
     _debug: Debug = False,
 ) -> Answer:
-    """List differences that affect training or evaluation, largest effect first, with the ViT paper's values.
+    """Compare the settings of two recipes, runs or stages, or the tensors of two checkpoints or weights.
 
-    To compare the tensors of two checkpoints, run `checkpoints diff`.
+    Settings: the differences that affect training or evaluation, largest effect first, with the ViT paper's values.
+    Tensors: how many are equal bit for bit, and the largest difference of each of the others.
     """
-    from jobs.extras.diff import diff
+    from jobs.extras.diff import diff, tensors
 
+    if tensors.has_tensors(mine) or tensors.has_tensors(other):
+        return Answer(tensors.compare(mine, other, overrides or []), tensors.lines)
     return Answer(diff.diff(mine, other, overrides or [], kinds_of(context)), diff.lines)

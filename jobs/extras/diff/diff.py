@@ -1,5 +1,7 @@
 """Implements `patchline diff MINE OTHER`: list meaningful differences between two recipes or runs.
 
+For checkpoints and weights, see tensors.py.
+
 1. Each side is a recipe or a run. Stages that train or evaluate are paired by name, otherwise by kind.
 2. The facts that differ within a pair (jobs/extras/diff/meaning.py) are grouped by the subjects in
    jobs/extras/diff/subjects.yaml and printed in the order of that file; nearly equal numbers come last.
@@ -76,6 +78,7 @@ def diff(mine: str, other: str, overrides: list[str], kinds: Kinds) -> Document:
             "  expected two stages of the same kind, for example both pretrain or both finetune"
         )
     return {
+        "content": "settings",
         "mine": mine,
         "other": other,
         "pairs": [compare_pair(stage, candidate) for stage, candidate in pairs],

@@ -186,9 +186,12 @@ def audit(
             "  repeat the audit under the conditions of the run: the same processor, libraries, threads and variables"
         )
     elif differing:
+        worst = differing[0]
+        repeated_run = replays.folder / f"steps-{worst.start + 1}-{worst.last}"
         error = DataError(
-            f"{replays.name} differs from a repetition of its steps: {differing[0]}\n"
-            f"  the repeated steps are in {replays.folder}; to compare them with the run, use checkpoints diff"
+            f"{replays.name} differs from a repetition of its steps: {worst}\n"
+            f"  the repeated steps are in {replays.folder}; to compare the tensors of both, run "
+            f"python -m jobs diff {stage.folder}/step-{worst.last} {repeated_run}/step-{worst.last}"
         )
     else:
         return document

@@ -11,9 +11,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -270,7 +271,8 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
                 classes.append(ClassAccuracy(name, correct, samples, *interval, confused_with, confusions))
             # Records written before 2026-11-29 have no confusions.
             if "confusions" in examples:
-                confusion = confusion_of(examples, evaluated_set)
+                counts = {label: (of_label, right) for label, of_label, right, *_ in examples["classes"]}
+                confusion = confusion_of(counts, examples["confusions"], evaluated_set.class_name)
         except (PatchlineError, OSError, ValueError, LookupError, TypeError) as error:
             predictions = Gallery(SAMPLES, [], f"the samples cannot be shown: {str(error) or repr(error)}")
     classes.sort(key=lambda of_class: (of_class.correct / of_class.samples, -of_class.samples))
@@ -315,33 +317,41 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
     }
 
 
-def confusion_of(examples: Mapping[str, Any], evaluated_set: Index) -> Confusion:
-    """Return the confusion matrix in examples.json, reduced to the classes of the most frequent mistakes."""
-    samples = {label: count for label, count, *_ in examples["classes"]}
-    correct = {label: count for label, _, count, *_ in examples["classes"]}
+def confusion_of(
+    counts_of: Mapping[int, tuple[int, int]],
+    mistakes: Sequence[tuple[int, int, int]],
+    class_name: Callable[[int], str],
+) -> Confusion:
+    """Return a confusion matrix, reduced to the classes of the most frequent mistakes.
+
+    `counts_of` has each label's numbers of samples and of correct predictions; `mistakes` has the label, the predicted
+    class and the number of such mistakes, the most frequent first.
+    """
+    samples = {label: count for label, (count, _) in counts_of.items()}
+    correct = {label: count for label, (_, count) in counts_of.items()}
     chosen = sorted(samples)
     if len(chosen) > MAX_MATRIX:
         # Both classes of the most frequent mistakes: other classes would leave the matrix almost empty.
         worst: dict[int, None] = {}
-        for label, predicted, _ in examples["confusions"]:
+        for label, predicted, _ in mistakes:
             if len(worst) < MAX_MATRIX - 1:
                 worst |= dict.fromkeys(other for other in (label, predicted) if other in samples)
         chosen = sorted(worst)
     counts: dict[int, dict[int, int]] = {label: {label: correct[label]} for label in chosen}
     pairs: list[tuple[str, str, int, int]] = []
-    for label, predicted, times in examples["confusions"]:
+    for label, predicted, times in mistakes:
         if label in counts:
             counts[label][predicted] = times
         if len(pairs) < MAX_PAIRS:
-            names = (evaluated_set.class_name(label), evaluated_set.class_name(predicted))
+            names = (class_name(label), class_name(predicted))
             pairs.append((*names, times, samples[label]))
     rows = []
     for label in chosen:
         of_columns = [counts[label].get(predicted, 0) for predicted in chosen]
         if len(chosen) < len(samples):
             of_columns.append(samples[label] - sum(of_columns))
-        rows.append((evaluated_set.class_name(label), samples[label], of_columns))
-    return Confusion([evaluated_set.class_name(label) for label in chosen], rows, pairs, len(samples))
+        rows.append((class_name(label), samples[label], of_columns))
+    return Confusion([class_name(label) for label in chosen], rows, pairs, len(samples))
 
 
 def loss_of(evaluation: Record) -> float | None:
@@ -445,13 +455,28 @@ def evaluations(stage: StageHistory) -> list[EvaluatedMetric]:
 
 
 def document_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
-    """Return the rows of evaluation.json, the result of an evaluate stage."""
+    """Return the rows of evaluation.json, the result of an evaluate stage, and a confusion matrix of each data set."""
     rows = []
+    matrices = []
     for result in json.loads((stage.folder / "evaluation.json").read_text())["results"]:
+        # Only results of the protocol per-class have classes; those from before 2026-11-30 have no confusions.
+        if "confusions" in result:
+            counts = {}
+            names = {}
+            for entry in result["classes"]:
+                counts[entry["id"]] = (entry["samples"], round(entry["value"] * entry["samples"]))
+                names[entry["id"]] = entry["name"]
+            confusion = confusion_of(counts, result["confusions"], partial(name_in, names))
+            matrices.append((result["set"]["name"], confusion))
         for name, entry in result["values"].items():
             interval = (float(entry["low"]), float(entry["high"]))
             rows.append((result["set"]["name"], name, float(entry["value"]), interval, int(entry["samples"])))
-    return {"rows": rows}
+    return {"rows": rows, "matrices": matrices}
+
+
+def name_in(names: Mapping[int, str | None], label: int) -> str:
+    """Return the name of a class; its id if it has none."""
+    return names.get(label) or str(label)
 
 
 def figure_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import models
@@ -185,24 +186,73 @@ def trace_of(step: StepToTrace) -> MemoryTrace:
 
 def run_tracer(step: StepToTrace) -> str:
     """Trace a step in a separate process, and return its output. Raises TraceFailed if the process fails."""
-    environment = {
-        **os.environ,
-        # The tracer simulates a GPU with fake tensors and does not need one.
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": import_path(),
-    }
     values = dataclasses.asdict(step)
     del values["file"]  # used only in the cache key, because the tracer reads the file itself
     question = json.dumps(values)
-    done = subprocess.run(
-        [sys.executable, "-m", TRACER], input=question, capture_output=True, text=True, env=environment, cwd=ROOT
-    )
-    if done.returncode != 0 or not done.stdout:
-        lines = done.stderr.strip().splitlines() or ["no error output"]
+    answer = TRACERS[0].answer(question) if TRACERS else ""
+    if not answer:
+        # Start a process for this step, and keep it for the next ones: importing torch and DeepSpeed takes seconds.
+        for ended in TRACERS:
+            ended.close()
+        TRACERS[:] = [Tracer()]
+        answer = TRACERS[0].answer(question)
+    if not answer.strip():
+        lines = TRACERS[0].errors().strip().splitlines() or ["no error output"]
         raise TraceFailed(f"could not trace the step: {lines[-1][:LONGEST_REASON]}")
-    return done.stdout.strip()
+    return answer.strip()
+
+
+class Tracer:
+    """A process that traces one step after the other; it ends with this process, or if it is idle."""
+
+    COMMAND = (sys.executable, "-m", TRACER)
+
+    def __init__(self) -> None:
+        """Start the process."""
+        environment = {
+            **os.environ,
+            # The tracer simulates a GPU with fake tensors and does not need one.
+            "CUDA_VISIBLE_DEVICES": "",
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": import_path(),
+        }
+        self.output = TemporaryFile("w+")  # noqa: SIM115, read after the process has failed
+        self.process = subprocess.Popen(
+            self.COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.output,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+
+    def answer(self, question: str) -> str:
+        """Return the line that answers a question; "\\n" if the step cannot be traced, "" if the process has ended."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(f"{question}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return self.process.stdout.readline()
+
+    def errors(self) -> str:
+        """Return what the process has written to stderr."""
+        self.output.seek(0)
+        return self.output.read()
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        with suppress(BrokenPipeError):
+            self.process.communicate()
+        self.output.close()
+
+
+TRACERS: list[Tracer] = []  # the running process, if one was started
 
 
 # ------------------------------------------------------------------------------------------------ cached traces

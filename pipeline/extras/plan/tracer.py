@@ -1,4 +1,4 @@
-"""Trace a training step with fake tensors, in a separate process, and report its memory peaks.
+"""Trace training steps with fake tensors, in a separate process, and report their memory peaks.
 
     echo '{"model": {…}, "config": {…}, "world": 8, …}' | python -m pipeline.extras.plan.tracer
 
@@ -13,14 +13,16 @@
    step, and for large sizes the middle of the backward pass.
 
 The tracer needs a separate process because the fake process group and the patches to DeepSpeed affect the entire
-process.
+process. It reads one step per line, and traces each in a fork of itself, so that torch and DeepSpeed are imported once.
 """
 
 import dataclasses
 import gc
 import json
 import os
+import select
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -56,6 +58,7 @@ from pipeline.training_config import Phase, TrainConfig
 
 SMALL = 2  # images per micro-batch; not 1, because tensors with an axis of length 1 are copied less often
 LARGE = 3
+IDLE_S = 20.0  # the process ends if no step arrives for this long, for example during the training of a long run
 
 PHASES = {
     "build": Kind.STATES,
@@ -95,12 +98,31 @@ class TracedWorker:
 
 
 def main() -> None:
-    """Read the description of a step from stdin, and write its memory peaks to stdout as one line of JSON."""
+    """Read descriptions of steps from stdin, one per line; write the memory peaks of each to stdout as a line of JSON.
+
+    The line is empty if a step cannot be traced; the traceback is on stderr. The process exits at the end of stdin, or
+    if no step arrives for a while.
+    """
     # DeepSpeed and torch print to stdout: redirect it to stderr, and write the result to a copy of the original stdout.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    print(json.dumps(trace(**json.load(sys.stdin))), file=answer, flush=True)
-    os._exit(0)  # skip the cleanup, which fake workers and tensors do not need
+    import_deepspeed()
+    # Load the modules that torch imports at the first fake operation.
+    with FakeTensorMode():
+        F.layer_norm(torch.empty(2, 8), [8])
+    # Each line is written only after the answer to the last one, so nothing is left in a buffer.
+    while select.select([sys.stdin], [], [], IDLE_S)[0] and (line := sys.stdin.readline()):
+        tracing = os.fork()
+        if tracing == 0:
+            try:
+                print(json.dumps(trace(**json.loads(line))), file=answer, flush=True)
+                os._exit(0)  # skip the cleanup, which fake workers and tensors do not need
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        _, status = os.waitpid(tracing, 0)
+        if status != 0:
+            print(file=answer, flush=True)
 
 
 def trace(

@@ -34,8 +34,13 @@ def test_a_part_of_an_npz_is_selected_after_a_colon(tmp_path):
         ("set", ["set/t.index.json"], "is a data set, not weights\n  give the weights first, then the data sets"),
         (
             "run",
-            ["run/checkpoints/x"],
-            "has checkpoints but no exported weights yet\n  run python -m jobs checkpoints export",
+            ["run/checkpoints/step-0000000030/MANIFEST.json"],
+            "has checkpoints but no exported weights yet\n  instead, run python -m jobs export .*/run/step-30 FOLDER",
+        ),
+        (
+            "started",
+            ["started/checkpoints/.tmp-x"],
+            "no exported weights yet\n  wait until its stage has saved a checkpoint",
         ),
     ],
 )

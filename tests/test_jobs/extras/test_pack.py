@@ -9,11 +9,13 @@ import subprocess
 import sys
 import tarfile
 import time
+import zipfile
 from pathlib import Path
 
 import cv2
 import numpy as np
 import psutil
+import pyarrow.parquet
 import pytest
 
 from data.index.document import load_index
@@ -101,6 +103,22 @@ def test_other_sources_can_be_packed(photos, tmp_path, capsys, source, samples, 
         (["data", "repair", "PHOTOS", "FILE"], 64, "expected a folder for the shards"),
         (["pack", "parquet", "FILE", "OUT"], 65, "FILE: not a complete Parquet file"),
         (["pack", "tars", "FILE", "OUT"], 65, "FILE: no valid tar header"),
+        (["pack", "folder", "FILE", "OUT"], 65, "FILE is a file, expected a folder of class folders"),
+        (["pack", "csv", "TYPO", "OUT"], 64, "source is csv; did you mean 'table'?"),
+        (["pack", "webdataset", "PHOTOS", "OUT"], 64, "source is webdataset; did you mean 'tars'?"),
+        (["pack", "table", "SEMI", "OUT"], 65, "separated by semicolons: path;label\n  expected commas: save it again"),
+        (["pack", "table", "TABS", "OUT"], 65, "separated by tabs: path\\tlabel\n  expected commas: save it again"),
+        (
+            ["pack", "parquet", "COLUMNS", "OUT"],
+            65,
+            "found foo, bar\n  rename the columns: images can be called image",
+        ),
+        (["index", "ZERO"], 65, "zero.tar: empty, 0 bytes\n  expected a tar: copy, download or pack it again"),
+        (
+            ["index", "ZIP"],
+            65,
+            "zip.tar: a zip archive, expected a tar\n  unpack it, then run python -m jobs pack",
+        ),
         (["pack", "table", "TYPO", "OUT"], 65, "labels [99999999999999999999], expected one or more of 0 … 999999"),
         (["index", "s3://bucket/set"], 65, "--output"),
         (["data", "check", "s3://bucket/set"], 65, "an index must be local"),
@@ -114,10 +132,18 @@ def test_invalid_sources_and_data_sets_are_refused(photos, tmp_path, capsys, arg
     typo = photos / "typo.csv"
     typo.write_text("path,label\ncat/00.jpg,99999999999999999999\n")
     places = {"PHOTOS": photos, "OUT": tmp_path / "out", "FILE": file, "FILE/set": file / "set", "TYPO": typo}
+    for name, content in (("semi.csv", "path;label\n"), ("tabs.csv", "path\tlabel\n"), ("zero.tar", "")):
+        (tmp_path / name).write_text(content + content)
+        places[name[:4].upper()] = tmp_path / name
+    with zipfile.ZipFile(tmp_path / "zip.tar", "w") as archive:
+        archive.writestr("a.jpg", "")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pydict({"foo": [1], "bar": ["a"]}), tmp_path / "columns.parquet")
+    places |= {"ZIP": tmp_path / "zip.tar", "COLUMNS": tmp_path / "columns.parquet"}
     assert main([str(places.get(word, word)) for word in arguments]) == code
     error = capsys.readouterr().err
     assert any(part.replace("FILE", str(file)) in error for part in message.split("|"))
     assert "a bug" not in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_existing_tars_are_indexed_in_place_or_in_another_folder(photos, tmp_path, capsys):

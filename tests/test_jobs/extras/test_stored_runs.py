@@ -18,6 +18,7 @@ def run(tmp_path: Path) -> Path:
         folder = tmp_path / "run" / stage / "checkpoints" / "step-0000000004"
         folder.mkdir(parents=True)
         (folder / MANIFEST).write_text("{}")
+        (tmp_path / "run" / stage / "stage.json").write_text("{}")
     (tmp_path / "run" / "shards-33333333").mkdir()
     (tmp_path / "run" / "shards-33333333" / "stage.json").write_text("{}")
     return tmp_path / "run"
@@ -38,6 +39,9 @@ def test_a_folder_without_checkpoints_is_refused(run: Path) -> None:
         ("", ["finetune-22222222", "pretrain-11111111"], ""),
         ("pretrain-11111111", ["pretrain-11111111"], ""),
         ("pretrain-11111111/checkpoints/step-0000000004", ["pretrain-11111111"], "step-0000000004"),
+        ("pretrain-11111111/step-4", ["pretrain-11111111"], "step-4"),
+        ("pretrain/step-0000000004/", ["pretrain-11111111"], "step-0000000004"),
+        ("step-7", ["finetune-22222222", "pretrain-11111111"], "step-7"),
     ],
 )
 def test_a_run_a_stage_or_a_checkpoint_is_opened_by_path(run: Path, path: str, stages: list[str], only: str) -> None:

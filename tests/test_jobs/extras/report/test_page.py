@@ -252,14 +252,10 @@ def test_a_confusion_matrix_has_the_counts_of_examples_json(restarted, tmp_path,
 
 
 def test_of_many_classes_the_matrix_shows_the_most_confused():
-    class NamedClasses:
-        def class_name(self, label: int) -> str:
-            return f"c{label}"
-
     # Class n has 2,000 samples and n mistakes, all of them predicted as class 0.
-    classes = [[label, 2000, 2000 - label, 0, label] for label in range(1000)]
+    counts = {label: (2000, 2000 - label) for label in range(1000)}
     mistakes = [[label, 0, label] for label in range(999, 0, -1)]
-    shown = page.confusion_of({"classes": classes, "confusions": mistakes}, NamedClasses())
+    shown = page.confusion_of(counts, mistakes, "c{}".format)
     assert shown.columns == ["c0", *(f"c{label}" for label in range(982, 1000))]
     assert shown.rows[-1] == ("c999", 2000, [999, *[0] * 17, 1001, 0])
     assert shown.rows[0] == ("c0", 2000, [2000, *[0] * 19])
@@ -513,7 +509,16 @@ def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
     }
     artifacts.write_record(folders["grid"] / "sweep.json", record)
     value = {"value": 0.8765, "low": 0.85, "high": 0.9, "samples": 1234}
-    document = {"results": [{"set": {"name": "test"}, "values": {"top-1": value}}]}
+    per_class = {
+        "set": {"name": "held-out"},
+        "values": {},
+        "classes": [
+            {"id": 0, "name": "cat", "value": 2 / 3, "samples": 3},
+            {"id": 4, "name": None, "value": 0.25, "samples": 4},
+        ],
+        "confusions": [[4, 0, 3], [0, 4, 1]],
+    }
+    document = {"results": [{"set": {"name": "test"}, "values": {"top-1": value}}, per_class]}
     (folders["evaluate"] / "evaluation.json").write_text(json.dumps(document))
     folders["figures"].mkdir()
     (folders["figures"] / "analysis.json").write_text('{"weights": "runs/digits/finetune", "images": ["a", "b"]}')
@@ -528,6 +533,10 @@ def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
     assert 'aria-label="grid: accuracy, 95 %"' in text
     assert 'aria-label="training loss of the runs"' in text
     assert shown.row("test", "top-1")[2:] == ["87.65%", "85.00% to 90.00%", "1,234"]
+    assert "Confusion matrix of held-out" in shown.text
+    for cell in ("cat predicted as cat: 2 of 3", "cat predicted as 4: 1 of 3", "4 predicted as cat: 3 of 4"):
+        assert f'title="{cell}"' in text
+    assert shown.row("4", "cat") == ["4", "cat", "3 of 4", "75.0 %"]
     assert "runs/digits/finetune, 2 images" in shown.text
     assert 'alt="attention.png"' in text
     assert 'alt="inside.png"' in text

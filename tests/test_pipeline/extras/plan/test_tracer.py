@@ -3,10 +3,9 @@
 import dataclasses
 import itertools
 import json
-import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -317,32 +316,60 @@ def test_only_as_many_micro_batches_are_traced_as_affect_memory(world, accumulat
     assert step.config["batch_size"] == world * micro_batches * step.config["micro_batch"]
 
 
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[memory_traces.Tracer]]:
+    """The running tracer of this test, at first none; the cache is empty."""
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
+    running: list[memory_traces.Tracer] = []
+    monkeypatch.setattr(memory_traces, "TRACERS", running)
+    yield running
+    for tracer in running:
+        tracer.close()
+
+
 @pytest.mark.parametrize(
-    ("code", "answer", "stderr", "expected"),
+    ("program", "expected"),
     [
-        (1, "", "first\nRuntimeError: no such operator\n", "RuntimeError: no such operator"),
-        (1, "{}\n", "RuntimeError: killed\n", "RuntimeError: killed"),  # at its end
-        (0, "", "", "no error output"),  # no answer
-        (0, "{}\n", "", "the tracer printed unexpected output: {}"),
-        (0, "no JSON\n", "", "the tracer printed unexpected output: no JSON"),
+        ("raise RuntimeError('no such operator')", "RuntimeError: no such operator"),
+        (
+            "input(); print('first\\nRuntimeError: killed', file=sys.stderr, flush=True); print()",
+            "RuntimeError: killed",
+        ),
+        ("", "no error output"),
+        ("input(); print({})", "the tracer printed unexpected output: {}"),
+        ("input(); print('no JSON')", "the tracer printed unexpected output: no JSON"),
+        ("print(*map(os.environ.get, ['DS_ACCELERATOR', 'CUDA_VISIBLE_DEVICES']), '.')", "output: cpu  ."),
+        ("print('file' in json.loads(input()))", "output: False"),
     ],
 )
-def test_failed_tracer_raises_an_error_and_caches_nothing(code, answer, stderr, expected, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
-    asked: list[dict[str, Any]] = []
-
-    def run(command: Sequence[str], **options: Any) -> SimpleNamespace:
-        asked.append(options)
-        return SimpleNamespace(returncode=code, stdout=answer, stderr=stderr)
-
-    monkeypatch.setattr(subprocess, "run", run)
+def test_failed_tracer_raises_an_error_and_caches_nothing(program, expected, processes, monkeypatch):
+    command = (sys.executable, "-c", f"import json, os, sys; {program}")
+    monkeypatch.setattr(memory_traces.Tracer, "COMMAND", command)
     with pytest.raises(TraceFailed, match=expected):
         memory_traces.trace_of(step_of())
     assert memory_traces.cached_trace(step_of()) is None
-    environment = asked[0]["env"]
-    assert environment["CUDA_VISIBLE_DEVICES"] == ""
-    assert environment["DS_ACCELERATOR"] == "cpu"
-    assert "file" not in json.loads(asked[0]["input"])
+
+
+def test_one_process_traces_all_steps_and_is_replaced_after_its_end(processes):
+    steps = [step_of(2, 2, zero=zero) for zero in (1, 2)]
+    first, second = map(memory_traces.run_tracer, steps)
+    assert first != second
+    assert memory_traces.run_tracer(steps[0]) == first, "a trace does not depend on earlier ones"
+    (tracer,) = processes
+    tracer.process.kill()
+    tracer.process.wait()
+    assert memory_traces.run_tracer(steps[1]) == second
+    assert processes != [tracer]
+
+
+def test_a_step_that_fails_does_not_end_the_process(processes):
+    step = step_of()
+    broken = dataclasses.replace(step, model={**step.model, "family": "none"})
+    with pytest.raises(TraceFailed, match=r"could not trace the step: .*none"):
+        memory_traces.run_tracer(broken)
+    (tracer,) = processes
+    assert memory_traces.run_tracer(step)
+    assert processes == [tracer]
 
 
 # ------------------------------------------------------------------------------------------------- what a worker needs
