@@ -45,7 +45,8 @@ def plan(
 ) -> Answer:
     """Print a recipe's memory needs, duration, cost and stages; exit with the code that `run` would return.
 
-    Data and weights that do not exist yet are listed and do not change the exit code.
+    Data that do not exist yet are listed and do not change the exit code. Missing weights do, because they decide the
+    model.
     """
     campaign = load_campaign(recipe, overrides, kinds_of(context))
     if resolved:

@@ -6,6 +6,7 @@ import pty
 import re
 import struct
 import termios
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -87,6 +88,16 @@ def on_a_terminal(work: Callable[[terminal.Terminal], None]) -> str:
     """Return the output to a terminal with 120 columns during the work."""
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    pieces: list[bytes] = []
+
+    def read_all() -> None:
+        with suppress(OSError):  # Linux reports the end of a terminal as an input error
+            while piece := os.read(reader, 4096):
+                pieces.append(piece)
+
+    # Read during the work, because a full terminal blocks the writer.
+    reading = threading.Thread(target=read_all)
+    reading.start()
     with open(writer, "w") as stream:
         shown = terminal.Terminal(stream)
         work(shown)
@@ -94,13 +105,9 @@ def on_a_terminal(work: Callable[[terminal.Terminal], None]) -> str:
             time.sleep(0.01)
         time.sleep(0.3)  # rich draws ten times a second
         assert shown.close() == 0
-        os.set_blocking(reader, False)
-        written = b""
-        with suppress(BlockingIOError):
-            while True:
-                written += os.read(reader, 4096)
+    reading.join()
     os.close(reader)
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(pieces).decode())
 
 
 def test_bar_moves_while_lines_are_queued_and_lines_fit_100_columns():
