@@ -4,12 +4,12 @@ import fcntl
 import os
 import pty
 import re
+import select
 import struct
 import termios
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,11 +89,15 @@ def on_a_terminal(work: Callable[[terminal.Terminal], None]) -> str:
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     pieces: list[bytes] = []
+    is_finished = threading.Event()
 
     def read_all() -> None:
-        with suppress(OSError):  # Linux reports the end of a terminal as an input error
-            while piece := os.read(reader, 4096):
-                pieces.append(piece)
+        while True:
+            was_finished = is_finished.is_set()
+            if select.select([reader], [], [], 0.05)[0]:
+                pieces.append(os.read(reader, 4096))
+            elif was_finished:
+                return
 
     # Read during the work, because a full terminal blocks the writer.
     reading = threading.Thread(target=read_all)
@@ -105,7 +109,8 @@ def on_a_terminal(work: Callable[[terminal.Terminal], None]) -> str:
             time.sleep(0.01)
         time.sleep(0.3)  # rich draws ten times a second
         assert shown.close() == 0
-    reading.join()
+        is_finished.set()
+        reading.join()
     os.close(reader)
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(pieces).decode())
 
