@@ -45,7 +45,7 @@ from data.checks import printable_lines
 from data.errors import ExitCode, UsageError, exit_code
 from jobs.answer import Answer, Document
 from jobs.commands.lazy_group import CommandTable, LazyGroup
-from jobs.terminal import activity, echo, handle_of, program, write_last
+from jobs.terminal import activity, echo, handle_of, program, typed_recipe, write_last
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -347,6 +347,7 @@ def execute(words: Sequence[str]) -> Answer:
 @contextmanager
 def prepared(words: Sequence[str]) -> Iterator[Callable[[], object]]:
     """Parse the arguments, and yield a function that runs the command. Raises typer.Exit if the help was printed."""
+    typed_recipe.clear()
     if words[0] == "--version":
         yield version
         return
@@ -400,7 +401,7 @@ def usage_message(error: TyperException, words: Sequence[str]) -> str:
         message += f"\n  to run a recipe, run {program()} run {shlex.quote(words[0])}"
     option = getattr(error, "option_name", None)
     if option and words[0] in ("run", "plan", "submit", "trial", "preflight"):
-        message += "\n  write recipe keys without dashes: pretrain.optim.lr=1e-3"
+        message += f"\n  write recipe keys without dashes: {key_meant(option, words)}"
         if option in ("--minutes", "--model", "--init", "--unlabelled"):
             message += f"\n  {option} is an option of the command new, which writes a recipe"
     parameter = getattr(error, "param", None)
@@ -416,6 +417,23 @@ def usage_message(error: TyperException, words: Sequence[str]) -> str:
     if context is not None:
         message += f"\n  for help, run {context.command_path} --help"
     return message
+
+
+def key_meant(option: str, words: Sequence[str]) -> str:
+    """Return the override that an option such as "--batch-size 128" probably means: "pretrain.batch_size=128"."""
+    from pipeline.config import find_key  # imports torch; only after this error
+    from pipeline.training_config import TrainConfig
+
+    key = find_key(option.lstrip("-").replace("-", "_"), TrainConfig)
+    if key is None:
+        return "pretrain.optim.lr=1e-3"
+    value = "…"
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith(f"{option}="):
+            value = word.partition("=")[2]
+        elif word == option and following and not following.startswith("-"):
+            value = following
+    return f"pretrain.{key}={value}"
 
 
 def missing_extra(error: ImportError) -> Exception:
