@@ -55,6 +55,7 @@ EXIT_CODES = (
     "again to resume · 78 configuration · 130 interrupted (a run: by a second Ctrl-C)"
 )
 
+KEY_MEANT = "jobs.extras.mistyped_overrides:key_meant"
 OLD_SPELLINGS = "jobs.extras.checkpoints.old_spellings:command_today"
 JSON_OUTPUT = "jobs.extras.json_output:print_document"
 VERSION = "0.1.0"  # as in pyproject.toml
@@ -401,7 +402,9 @@ def usage_message(error: TyperException, words: Sequence[str]) -> str:
         message += f"\n  to run a recipe, run {program()} run {shlex.quote(words[0])}"
     option = getattr(error, "option_name", None)
     if option and words[0] in ("run", "plan", "submit", "trial", "preflight"):
-        message += f"\n  write recipe keys without dashes: {key_meant(option, words)}"
+        message += "\n  write recipe keys without dashes"
+        with suppress(ImportError):
+            message += f": {resolve_name(KEY_MEANT)(option, words)}"
         if option in ("--minutes", "--model", "--init", "--unlabelled"):
             message += f"\n  {option} is an option of the command new, which writes a recipe"
     parameter = getattr(error, "param", None)
@@ -417,23 +420,6 @@ def usage_message(error: TyperException, words: Sequence[str]) -> str:
     if context is not None:
         message += f"\n  for help, run {context.command_path} --help"
     return message
-
-
-def key_meant(option: str, words: Sequence[str]) -> str:
-    """Return the override that an option such as "--batch-size 128" probably means: "pretrain.batch_size=128"."""
-    from pipeline.config import find_key  # imports torch; only after this error
-    from pipeline.training_config import TrainConfig
-
-    key = find_key(option.lstrip("-").replace("-", "_"), TrainConfig)
-    if key is None:
-        return "pretrain.optim.lr=1e-3"
-    value = "…"
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word.startswith(f"{option}="):
-            value = word.partition("=")[2]
-        elif word == option and following and not following.startswith("-"):
-            value = following
-    return f"pretrain.{key}={value}"
 
 
 def missing_extra(error: ImportError) -> Exception:

@@ -18,7 +18,7 @@ from jobs.terminal import typed_recipe
 if TYPE_CHECKING:
     from jobs.resolved_recipe import Campaign, Kinds
 
-ADDED_STAGE = "jobs.extras.added_stage:explain"
+ADDED_STAGE = "jobs.extras.mistyped_overrides:explain"
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 Only = Annotated[

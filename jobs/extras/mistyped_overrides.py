@@ -1,4 +1,6 @@
-"""Explain an error in a stage that only overrides define: its name is probably misspelled.
+"""Explain mistyped overrides: an option instead of a key, or a stage that only overrides define.
+
+    run photos.yaml --batch-size 128                      write recipe keys without dashes: pretrain.batch_size=128
 
 plan vit_l16_i21k finetune.model.image_size=384       whose stages are pretrain, finetune-imagenet, …
 
@@ -11,7 +13,9 @@ from pathlib import Path
 from data.errors import ConfigError
 from jobs.recipe.campaign import NOT_STAGES
 from jobs.resolved_recipe import Kinds
+from pipeline.config import find_key
 from pipeline.recipe import read_recipe
+from pipeline.training_config import TrainConfig
 
 
 def explain(error: ConfigError, path: Path, overrides: Sequence[str], kinds: Kinds) -> ConfigError:
@@ -39,3 +43,17 @@ def explain(error: ConfigError, path: Path, overrides: Sequence[str], kinds: Kin
             f"  to add a stage, set all its required keys: {error}"
         )
     return error
+
+
+def key_meant(option: str, words: Sequence[str]) -> str:
+    """Return the override that an option such as "--batch-size 128" probably means: "pretrain.batch_size=128"."""
+    key = find_key(option.lstrip("-").replace("-", "_"), TrainConfig)
+    if key is None:
+        return "pretrain.optim.lr=1e-3"
+    value = "…"
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith(f"{option}="):
+            value = word.partition("=")[2]
+        elif word == option and following and not following.startswith("-"):
+            value = following
+    return f"pretrain.{key}={value}"

@@ -1,8 +1,9 @@
-"""An override of a stage that the recipe does not have is answered with the stages that it has."""
+"""A mistyped override is answered with the right one, or with the stages of the recipe."""
 
 import pytest
 
 from jobs.__main__ import main
+from jobs.extras.mistyped_overrides import key_meant
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,10 @@ def test_an_override_of_a_missing_stage_lists_the_stages_of_the_recipe(recipe, c
 def test_overrides_may_add_a_complete_stage(recipe, shards, capsys):
     assert main(["plan", str(recipe), "evaluate.init=@pretrain", f"evaluate.sets.test.test={shards}/test"]) == 0
     assert "evaluate (evaluate, key" in capsys.readouterr().out
+
+
+def test_an_option_is_answered_with_the_key_that_it_means():
+    assert key_meant("--batch-size", ["run", "x.yaml", "--batch-size", "128"]) == "pretrain.batch_size=128"
+    assert key_meant("--lr", ["run", "x.yaml", "--lr=0.1"]) == "pretrain.optim.lr=0.1"
+    assert key_meant("--steps", ["run", "x.yaml", "--steps"]) == "pretrain.steps=…"
+    assert key_meant("--gpus", ["run", "x.yaml", "--gpus", "1"]) == "pretrain.optim.lr=1e-3", "no key: any example"
