@@ -142,7 +142,6 @@ def measure_look(folder: Path) -> None:
         def look(group: WorkerGroup = group, watch: Watch = watch) -> None:
             group.poll(0.0)
             watch.find_stall(group.phases(), group.is_frozen)
-            watch.slow()
 
         times = []
         for entered in range(1, ROUNDS + 1):
@@ -158,7 +157,8 @@ STATUS = """
 import sys
 from pathlib import Path
 from pipeline.monitoring.telemetry import account
-from pipeline.monitoring.telemetry import last_metrics, read_metrics
+from jobs.stage_folders import last_metrics
+from pipeline.monitoring.telemetry import read_metrics
 last_metrics(Path(sys.argv[1]))
 print(account(read_metrics(Path(sys.argv[1]), None)).line())
 """

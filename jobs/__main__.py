@@ -81,6 +81,7 @@ TRAINING_EXTRAS = (
     "jobs.extras.live_audit:LiveAuditExtra",
     "jobs.extras.planning.memory_check:MemoryCheck",
     "jobs.extras.reevaluation:Reevaluation",
+    "jobs.extras.slow_worker:SlowWorkerExtra",
     "jobs.extras.usage:UsageExtra",
 )
 # Stage kinds by their name in a recipe, each followed by its extras. Extras may be missing from a checkout.

@@ -10,8 +10,8 @@ Steps of an attempt (`supervise`):
 2. Get the task from the stage: the document sent to all workers.
 3. Create the attempt's folder, `<stage>/attempts/attempt-000001`, for the workers' files.
 4. Run the worker group. About every 0.5 s (`Attempt.check`): report the status; end the attempt if a worker is stuck;
-   log slow workers; tell the workers to commit and exit if there is room for more workers, if a node is about to
-   leave, or if a stop is requested.
+   tell the workers to commit and exit if there is room for more workers, if a node is about to leave, or if a stop is
+   requested.
 5. The worker function has returned a value: done.
 
 If the worker group has ended in any other way:
@@ -193,10 +193,6 @@ class Attempt:
             # If an agent stays silent, the worker group ends the attempt soon, and names the agent.
             if stuck is not None and not group.has_silent_agent():
                 raise group.evidence().silent_failure(stuck.rank, stuck.cause)
-            # A slow worker does not end the attempt; only log which worker it is.
-            slow = self.watch.slow()
-            if slow is not None:
-                context.log(f"worker {slow.rank} on {group.node_names[slow.rank]} is slow: {slow.cause}")
         if self.growth.target is None and self.growth.is_due():
             room = f"room for {self.growth.target} workers, currently {self.watch.world}"
             context.log(f"{room}; committing this step, then continuing with more workers")

@@ -1,8 +1,8 @@
-"""Detects a worker that blocks or slows down the others: workers report their phases, and the driver watches them.
+"""Detects a worker that blocks the others: workers report their phases, and the driver watches them.
 
 1. A worker calls `Phases.enter`; its file `rank-00003.phase` in the attempt's folder then contains the line
 
-       {"entered": 4711, "phase": "data", "step": 1200, "shard": "train-000017.tar", "own_s": 301.2, "turns": 1200}
+       {"entered": 4711, "phase": "data", "step": 1200, "shard": "train-000017.tar"}
 
    which is overwritten in place by a single write (2 µs). The file is in a folder local to the node (`node_folder`), so
    that a shared folder that hangs does not hide the worker's phase.
@@ -11,10 +11,6 @@
    do not matter.
 3. If no worker has entered a phase for `stall_s`, `find_stall` returns the rank that blocks the others, and the reason.
    All workers enter the same phases in the same order, so the worker that has entered the fewest phases is behind.
-4. `Watch.slow` names a worker that still makes progress but made the others wait in most of the recent checks, or that
-   takes several times as long as the others for its own work: reading a micro-batch and its forward pass. Later phases
-   contain collectives, which take equally long on all workers; at ZeRO 3 the forward pass does too, so its duration
-   does not identify a slow worker.
 
 Every phase is watched: from the start (join, build, restore) through the steps to evaluate, finish and end. On a GPU, a
 phase is entered when its kernels are queued; a hanging device becomes visible in the next phase that waits for it,
@@ -25,28 +21,16 @@ import faulthandler
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
-STEP = ("data", "forward", "backward", "reduce", "save")  # phases of the training loop, used to detect slow workers
-WAITING = ("backward", "reduce", "save")  # phases with collectives: a worker here may be waiting for the others
+STEP = ("data", "forward", "backward", "reduce", "save")  # phases of the training loop
 # A worker dumps its stacks into its log at this share of the timeout, before the driver ends it.
 DUMP_AT = 0.8
 LINE_BYTES = 2048  # fixed length of a phase file, so that a short line overwrites a longer one completely
 LONGEST_SHARD = 150  # characters; each may take twelve bytes in JSON, and a truncated line would not be valid JSON
-# A worker is slow if it was the only late one in this share of this many checks; the driver checks once a second.
-SLOW_CHECKS = 30
-SLOW_SHARE = 0.9
-OWN = ("data", "forward")  # phases of a worker's own work, without collectives
-# A worker is also slow if its own work takes this many times as long as the others' median, and if the difference is
-# this share of the time between two results: on a GPU, whose kernels are only queued in the forward pass, it is not.
-SLOW_FACTOR = 2.0
-SLOW_EXCESS = 0.2
-MIN_TURNS = 3  # micro-batches of each worker before their times are compared
 NODE_FOLDER = "PATCHLINE_NODE_FOLDER"  # worker environment variable: its attempt's node-local folder
 STOP_FILE = "stop"  # created in the node's folder when the driver asks the worker group to commit and exit
 PHASE_FILE = "rank-{:05d}.phase"  # name of a phase file in the node's folder
@@ -66,9 +50,8 @@ class Phases:
     def __init__(self, folder: Path, rank: int, stall_s: float) -> None:
         self.stall_s = stall_s
         self.entered = 0  # number of phases entered so far
-        self.own_s = 0.0  # seconds in the phases of OWN so far
-        self.turns = 0  # number of forward passes so far
-        self.own_since: float | None = None  # when the present phase began, if it is one of OWN
+        # Called with each phase and its step as the phase begins; an extra may replace it.
+        self.on_enter: Callable[[str, int], object] = lambda phase, step: None
         folder.mkdir(parents=True, exist_ok=True)
         self.handle = os.open(node_folder(folder) / PHASE_FILE.format(rank), os.O_WRONLY | os.O_CREAT, 0o666)
         self.log = open(folder / f"rank-{rank:05d}.log", "a")  # noqa: SIM115 (faulthandler writes until close)
@@ -79,15 +62,11 @@ class Phases:
         `step` is the number of completed steps.
         """
         self.entered += 1
-        now = time.monotonic()
-        if self.own_since is not None:
-            self.own_s += now - self.own_since
-        self.own_since = now if phase in OWN else None
-        self.turns += phase == "backward"
+        self.on_enter(phase, step)
         if len(shard) > LONGEST_SHARD:
             # Keep the end of the name, because shard names differ there.
             shard = "…" + shard[1 - LONGEST_SHARD :]
-        report = PhaseReport(self.entered, phase, step, shard, round(self.own_s, 3), self.turns)
+        report = PhaseReport(self.entered, phase, step, shard)
         line = json.dumps(vars(report)).encode()
         # A single write of fixed length at a fixed place: the driver may read at any moment and finds a whole line.
         with suppress(OSError):
@@ -128,8 +107,6 @@ class PhaseReport:
     phase: str
     step: int  # number of completed steps
     shard: str
-    own_s: float = 0.0  # time in the phases of OWN so far
-    turns: int = 0  # micro-batches with a complete forward pass so far
 
     def __str__(self) -> str:
         shard = f", shard {self.shard}" if self.shard else ""
@@ -159,14 +136,6 @@ class Stall:
     cause: str
 
 
-@dataclass(frozen=True)
-class Slow:
-    """A worker that slows down the others although it makes progress, and the evidence."""
-
-    rank: int
-    cause: str
-
-
 class Watch:
     """Watches the workers of one attempt through the phases that the nodes' agents report.
 
@@ -183,10 +152,6 @@ class Watch:
         self.clock = clock
         self.last_sign: float | None = None  # when any worker last entered a new phase; initially the first check
         self.places: dict[int, PhaseReport] = {}  # rank → last reported phase
-        self.checks = 0  # checks during training steps since `slow` last returned a result
-        self.behind: Counter[int] = Counter()  # rank → number of these checks in which all others waited for it
-        self.before: dict[int, PhaseReport] = {}  # rank → phase when the workers' own work was last compared
-        self.compared = 0.0  # time of that comparison
 
     def find_stall(self, reported: Mapping[int, PhaseReport], frozen: Callable[[int], bool]) -> Stall | None:
         """Return the worker that has blocked the others for longer than the timeout; None if any makes progress.
@@ -205,18 +170,6 @@ class Watch:
                 self.places[rank] = place
         idle_s = self.clock() - self.last_sign
         has_all = len(self.places) == self.world
-
-        # Only in training steps do all workers have equal work; elsewhere rank 0 may be late for good reasons.
-        if has_all and all(place.phase in STEP for place in self.places.values()):
-            self.checks += 1
-            if self.world > 1:
-                last = min(self.places, key=lambda rank: self.places[rank].entered)
-                # A worker ahead of the others is not waiting: it would not finish sooner if the last one arrived.
-                waiting = 0
-                for place in self.places.values():
-                    waiting += place.phase in WAITING and place.entered > self.places[last].entered
-                if waiting == self.world - 1:
-                    self.behind[last] += 1
 
         # A worker without a report may still be importing, which takes longer than any phase.
         limit_s = self.start_s
@@ -250,53 +203,3 @@ class Watch:
         else:
             cause = f"stuck for {idle_s:.0f}s; the other workers are waiting for it"
         return Stall(rank, cause)
-
-    def slow(self) -> Slow | None:
-        """Return the worker that has slowed down the others, with the evidence; None if there is none.
-
-        Returns a result once every `SLOW_CHECKS` checks, and None in between.
-        """
-        if self.checks < SLOW_CHECKS:
-            return None
-        own = self.slow_in_own_work()
-        # Restart the count each time, so that a recovered worker is not reported for its past.
-        checks = self.checks
-        most_behind = self.behind.most_common(1)
-        self.checks = 0
-        self.behind = Counter()
-        for rank, times in most_behind:
-            if times >= SLOW_SHARE * checks:
-                cause = f"in {times / checks:.0%} of the checks, all other workers were waiting for it"
-                if own is not None and own.rank == rank:
-                    cause = f"{own.cause}; {cause}"
-                return Slow(rank, cause)
-        return own
-
-    def slow_in_own_work(self) -> Slow | None:
-        """Return a worker that was much slower than the rest in its own work since the last comparison, if any."""
-        now = self.clock()
-        seconds: dict[int, float] = {}  # of a micro-batch
-        turns = 0
-        for rank, place in self.places.items():
-            before = self.before.get(rank)
-            if before is not None and place.turns >= before.turns + MIN_TURNS:
-                turns = place.turns - before.turns
-                seconds[rank] = (place.own_s - before.own_s) / turns
-        if len(seconds) < self.world and self.before:
-            return None  # compare over a longer time
-        elapsed_s = now - self.compared
-        self.before = dict(self.places)
-        self.compared = now
-        if self.world < 2 or not seconds:
-            return None
-        slowest = max(seconds, key=lambda rank: seconds[rank])
-        usual_s = median(value for rank, value in seconds.items() if rank != slowest)
-        excess_s = (seconds[slowest] - usual_s) * turns
-        if seconds[slowest] < SLOW_FACTOR * usual_s or excess_s < SLOW_EXCESS * elapsed_s:
-            return None
-        factor = seconds[slowest] / max(usual_s, 1e-6)
-        return Slow(
-            slowest,
-            f"reading and the forward pass take it {factor:.1f} times as long as the others "
-            f"({seconds[slowest]:.3g} s against {usual_s:.3g} s for a micro-batch)",
-        )

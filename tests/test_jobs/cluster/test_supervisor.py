@@ -1,18 +1,12 @@
 """The supervisor with scripted worker groups: which attempt follows, after which wait, and how a stage ends."""
 
 import dataclasses
-import json
-import os
-import re
-import threading
-import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from data.errors import ExitCode, Preempted
@@ -22,16 +16,11 @@ from jobs.cluster.failure import StageFailed, WorkerGroupError
 from jobs.cluster.supervisor import Attempt, exclude_node, exclude_unlike_nodes, supervise
 from jobs.cluster.worker_group import DRAINED, DrainEvent
 from jobs.cluster_config import ClusterConfig
-from jobs.run.reading import StatusMessage
-from jobs.run.session import run_campaign
-from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.identity import NO_RANK, Identity
-from pipeline.monitoring.watchdog import PhaseReport, Slow, Watch
-from tests.support import campaigns
+from pipeline.monitoring.watchdog import PhaseReport, Watch
 from tests.support.contexts import pretrain_context
 from tests.support.identities import worker
-from tests.support.watching import EachPoll
 
 pytestmark = pytest.mark.quick
 
@@ -300,16 +289,13 @@ def test_workers_are_asked_to_commit_before_a_move_growth_or_stop(
     group.request_stop = lambda: stops_asked.append(True) or True
     growth = Growth((4,), 60.0, lambda: 4, lambda: 8)
     growth.is_due = lambda: grows and (setattr(growth, "target", 4) or True)  # type: ignore[method-assign]
-    watch = SimpleNamespace(
-        world=2, find_stall=lambda *arguments: looks.append(arguments), slow=lambda: Slow(1, "late")
-    )
+    watch = SimpleNamespace(world=2, find_stall=lambda *arguments: looks.append(arguments))
     attempt = Attempt(stand.context(), 1, group, watch, growth, can_commit=True)  # type: ignore[arg-type]
     group.node_names = ["n0", "n1"]
     attempt.check()
     assert len(stops_asked) == asked
     assert len(looks) == (not ended)
-    said_slow = "worker 1 on n1 is slow: late"
-    assert stand.log == ([] if ended else [said_slow]) + said
+    assert stand.log == said
     # The new number of workers is logged once, and the stop is requested repeatedly.
     attempt.check()
     assert len(stops_asked) == 2 * asked
@@ -417,48 +403,3 @@ def test_node_of_a_worker_with_wrong_results_is_excluded_if_enough_remain(versio
     exclude_node(context, nodes, failure, 4)
     assert lines == [line]
     assert nodes.left_out == left_out
-
-
-# ------------------------------------------------------------------------ a slow worker in a real run
-
-
-@pytest.mark.slow
-def test_worker_at_a_tenth_of_its_speed_is_named_with_host_and_factor(recipe, monkeypatch, capsys) -> None:
-    """SIGSTOP and SIGCONT in turns: worker 1 runs 20 ms of every 200 ms until the log names it."""
-    monkeypatch.setattr("pipeline.monitoring.watchdog.SLOW_CHECKS", 10)
-    has_ended = threading.Event()
-    lines: list[str] = []
-
-    def throttle(pid: int) -> None:
-        process = psutil.Process(pid)
-        while not has_ended.is_set():
-            process.suspend()
-            time.sleep(0.18)
-            process.resume()
-            time.sleep(0.02)
-
-    threads: list[threading.Thread] = []
-
-    def look(message: StatusMessage) -> None:
-        records = sorted(attempt_folder(message.directory, message.attempt).glob("rank-*.json"))
-        if len(records) == 2 and message.step >= 1 and not threads:
-            pid = json.loads(records[1].read_text())["pid"]
-            threads.append(threading.Thread(target=throttle, args=(pid,)))
-            threads[0].start()
-        lines.extend(line for line in capsys.readouterr().out.splitlines() if " is slow: " in line)
-        if lines:
-            has_ended.set()
-
-    changes = ["cluster.backend=processes", "pretrain.save_every=100000", "pretrain.log_every=1", "pretrain.steps=150"]
-    try:
-        loaded = campaigns.load(recipe, [*changes, "cluster.workers=2", "pretrain.micro_batch=1"])
-        run_campaign(loaded, only="pretrain", watchers=[EachPoll(look)])
-    finally:
-        has_ended.set()
-        for thread in threads:
-            thread.join()
-    named = [line for line in lines if f"worker 1 on {os.uname().nodename} is slow: reading and the forward" in line]
-    assert named, lines
-    factor = float(re.search(r"take it ([0-9.]+) times as long", named[0])[1])  # type: ignore[index]
-    print(named[0])
-    assert 2 <= factor < 100

@@ -1,0 +1,1 @@
+"""Finds a worker that is slower than the others, by how much, and why."""
