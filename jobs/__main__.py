@@ -45,7 +45,7 @@ from data.checks import printable_lines
 from data.errors import ExitCode, UsageError, exit_code
 from jobs.answer import Answer, Document
 from jobs.commands.lazy_group import CommandTable, LazyGroup
-from jobs.terminal import activity, echo, handle_of, program, write_last
+from jobs.terminal import activity, echo, handle_of, program, typed_recipe, write_last
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -55,6 +55,7 @@ EXIT_CODES = (
     "again to resume · 78 configuration · 130 interrupted (a run: by a second Ctrl-C)"
 )
 
+KEY_MEANT = "jobs.extras.mistyped_overrides:key_meant"
 OLD_SPELLINGS = "jobs.extras.checkpoints.old_spellings:command_today"
 JSON_OUTPUT = "jobs.extras.json_output:print_document"
 VERSION = "0.1.0"  # as in pyproject.toml
@@ -348,6 +349,7 @@ def execute(words: Sequence[str]) -> Answer:
 @contextmanager
 def prepared(words: Sequence[str]) -> Iterator[Callable[[], object]]:
     """Parse the arguments, and yield a function that runs the command. Raises typer.Exit if the help was printed."""
+    typed_recipe.clear()
     if words[0] == "--version":
         yield version
         return
@@ -401,7 +403,9 @@ def usage_message(error: TyperException, words: Sequence[str]) -> str:
         message += f"\n  to run a recipe, run {program()} run {shlex.quote(words[0])}"
     option = getattr(error, "option_name", None)
     if option and words[0] in ("run", "plan", "submit", "trial", "preflight"):
-        message += "\n  write recipe keys without dashes: pretrain.optim.lr=1e-3"
+        message += "\n  write recipe keys without dashes"
+        with suppress(ImportError):
+            message += f": {resolve_name(KEY_MEANT)(option, words)}"
         if option in ("--minutes", "--model", "--init", "--unlabelled"):
             message += f"\n  {option} is an option of the command new, which writes a recipe"
     parameter = getattr(error, "param", None)

@@ -101,7 +101,7 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
 
 def resume_command(run: Path) -> str:
     """Return the command that resumes a run: the run's last command, or a general one if that cannot be repeated."""
-    command = "python -m jobs run RECIPE"
+    command = "python -m jobs run ITS_RECIPE"
     with suppress(OSError, ValueError, KeyError):
         status = json.loads((run / "status.json").read_text())
         # Do not suggest a refused command, or the command of a submitted job, whose recipe is only in its environment.

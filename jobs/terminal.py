@@ -20,6 +20,7 @@ block forever, together with the watchdog and a requested stop. Instead:
 import io
 import os
 import queue
+import re
 import select
 import shlex
 import shutil
@@ -33,6 +34,7 @@ from typing import NamedTuple, TextIO
 from data.checks import printable_lines
 
 COMMAND = "python -m jobs"  # how commands begin in all messages
+typed_recipe: list[str] = []  # the current command's recipe and overrides, if it has any
 
 WAIT_S = 1.0  # after this time, a command shows its activity
 MAX_QUEUED = 10_000  # lines in the queue, about 2 MB
@@ -305,7 +307,9 @@ def program() -> str:
 
 
 def as_typed(text: str) -> str:
-    """Replace "python -m jobs" in a string with the program name that the user typed."""
+    """Replace "python -m jobs" and "RECIPE" in a string with the program name, recipe and overrides that were typed."""
+    if typed_recipe:
+        text = re.sub(r"\bRECIPE\b", lambda _: shlex.join(typed_recipe), text)
     return text.replace(f"{COMMAND} ", f"{program()} ")
 
 

@@ -64,7 +64,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     moment = Moment("backward", (2.0**30, *[0.0] * 4), (0.0, *[2.0**20] * 4))
     trace = MemoryTrace(2**30, (moment,), (moment,))
-    monkeypatch.setattr("pipeline.extras.plan.memory.trace_of", lambda step: trace)
+    monkeypatch.setattr("pipeline.extras.plan.memory.trace_of", lambda step, report: trace)
 
 
 @pytest.fixture(scope="session")

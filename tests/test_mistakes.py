@@ -52,7 +52,10 @@ COMMANDS = """
 64 train tiny.yaml                            => No such command 'train'.|use run instead
 64 runn tiny.yaml                             => Did you mean 'run'?
 64 run                                        => expected a YAML file or a built-in recipe: cifar10, cifar10_bit, digits
-64 run tiny.yaml --gpus 1                     => No such option: --gpus|write recipe keys without dashes
+64 run tiny.yaml --gpus 1                     => --gpus|keys without dashes: pretrain.optim.lr=1e-3
+64 run tiny.yaml --batch-size 128             => No such option: --batch-size|without dashes: pretrain.batch_size=128
+64 plan tiny.yaml --lr=0.1                    => No such option: --lr|without dashes: pretrain.optim.lr=0.1
+78 plan tiny.yaml --gpu 24gb                  => --gpu is 24gb|set cluster.gpu_memory_gb=24
 64 plan tiny.yaml --resolve                   => Possible options: --fresh, --resolved
 78 run tiny.yaml pretrain.steps 100           => invalid override pretrain.steps|for example pretrain.steps=100
 78 run tiny.yaml pretrain.steps = 100         => without spaces, for example pretrain.steps=100
@@ -118,7 +121,7 @@ COMMANDS = """
 64 pack folder photos tiny.yaml               => tiny.yaml is a file|expected a folder
 65 pack folder photos shards/train            => a finished data set|use another folder
 74 pack folder photos /sys/out                => /sys/out|a folder that this user may write
-65 pack table tiny.yaml out                   => expected columns path and label|of a CSV must be path,label
+65 pack table tiny.yaml out                   => expected a column of paths (path, file_name|for example path,label
 65 pack table photos out                      => photos is a folder|expected a CSV or Parquet file
 65 index photos                               => no *.tar here|python -m jobs pack folder photos photos-shards
 65 index nowhere                              => this folder does not exist

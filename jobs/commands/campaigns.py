@@ -2,6 +2,7 @@
 
 import difflib
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,12 +10,15 @@ import typer
 
 from data.errors import ConfigError
 from data.files import state_folder
+from data.optional import MissingExtra, load_optional
 from jobs.answer import Answer, Document
 from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe
+from jobs.terminal import typed_recipe
 
 if TYPE_CHECKING:
     from jobs.resolved_recipe import Campaign, Kinds
 
+ADDED_STAGE = "jobs.extras.mistyped_overrides:explain"
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 Only = Annotated[
@@ -66,9 +70,16 @@ def load_campaign(recipe: str, overrides: list[str] | None, kinds: "Kinds") -> "
     Raises ConfigError or DataError if the recipe cannot run.
     """
     path = recipe_path(recipe)
+    if not recipe.startswith("env:"):
+        typed_recipe[:] = [recipe, *(overrides or [])]
     from jobs.recipe.campaign import load
 
-    return load(path, overrides or [], kinds)
+    try:
+        return load(path, overrides or [], kinds)
+    except ConfigError as error:
+        with suppress(MissingExtra):
+            raise load_optional(ADDED_STAGE, "")(error, path, overrides or [], kinds) from None
+        raise
 
 
 def recipe_path(recipe: str) -> Path:

@@ -246,4 +246,6 @@ def no_run(path: Path) -> UsageError:
     text = f"no run at {path}{remark}\n  expected a run directory or a stage's folder in it"
     if listed:
         return UsageError(f"{text}; runs nearby: {few(listed, 8, ', and {} more')}")
-    return UsageError(f"{text}; there are no runs nearby\n  to start one, run python -m jobs run RECIPE")
+    # The recipe with the run's name, any recipe here, or a built-in one.
+    _, recipe = min(((file.stem != path.name, file.name) for file in Path.cwd().glob("*.yaml")), default=(1, "digits"))
+    return UsageError(f"{text}; there are no runs nearby\n  to start one, run python -m jobs run {shlex.quote(recipe)}")

@@ -50,7 +50,7 @@ ForeignPath = Annotated[
     str,
     typer.Argument(
         help="An official .npz, the .pth of DINOv2 or DINOv3, or a folder or .safetensors file from Patchline, timm or "
-        "transformers."
+        "transformers, such as a folder that timm.models.save_for_hf has written. Names of models are not downloaded."
     ),
 ]
 NewFolder = Annotated[

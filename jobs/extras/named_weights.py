@@ -1,6 +1,7 @@
 """Find the weights named by a command's argument, and check that they exist."""
 
 import glob
+import re
 from pathlib import Path
 from typing import Annotated
 from zipfile import is_zipfile
@@ -20,6 +21,9 @@ AnyWeights = Annotated[
     str, typer.Argument(metavar="WEIGHTS", help="RUN/STAGE, a folder of weights, or a file that `import` reads.")
 ]
 
+# "vit_tiny_patch16_224" or, with the tag of the pretrained weights, "vit_tiny_patch16_224.augreg_in21k_ft_in1k".
+TIMM_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)+(\.(?!npz|pth|safetensors)\w+)?")
+HUB_NAME = re.compile(r"[\w-]+/[\w-]+(\.(?!npz|pth|safetensors)[\w-]+)*")  # "google/vit-base-patch16-224"
 LEGACY_PTH = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")  # beginning of files that torch writes without zip
 
 
@@ -48,6 +52,7 @@ def check_weights_exist(path: str) -> None:
         raise DataError(
             f"no file or folder at {path}{near_path(path)}{same_named(path)}\n"
             "  expected an official .npz, or a folder or .safetensors file from Patchline, timm or transformers"
+            f"{how_to_download(path)}"
         )
     folder = Path(path)
     if folder.is_file() and ".npz" not in folder.name and folder.suffix not in (".safetensors", ".pth"):
@@ -75,6 +80,23 @@ def check_weights_exist(path: str) -> None:
         )
     for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
         check_complete(file)
+
+
+def how_to_download(path: str) -> str:
+    """Return lines with the Python that makes a folder of weights, if a missing path may be a model's name; else ""."""
+    name = re.sub(r"^(hf[-_]hub:)?(timm/)?", "", path)
+    if TIMM_NAME.fullmatch(name):
+        return (
+            "\n  names of timm's models are not downloaded; to write one to a folder, run\n"
+            f"  python -c \"import timm; timm.models.save_for_hf(timm.create_model('{name}', pretrained=True), "
+            "'FOLDER', safe_serialization=True)\""
+        )
+    if HUB_NAME.fullmatch(name) and not Path(path).parent.exists():
+        return (
+            "\n  names of models on the Hugging Face Hub are not downloaded; to write one to a folder, run\n"
+            f"  python -c \"import huggingface_hub; huggingface_hub.snapshot_download('{name}', local_dir='FOLDER')\""
+        )
+    return ""
 
 
 def check_complete(file: Path) -> None:

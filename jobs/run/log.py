@@ -277,4 +277,6 @@ def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callabl
     for command in commands:
         log(f"  {COMMAND} {shlex.join(command)}")
     if best and stage.kind.trains and stage.config.init is None:
-        log("for better accuracy: use more images, or `new` with more --minutes or with pretrained weights (--init)")
+        length = f"steps={2 * stage.config.steps}" if stage.config.steps else f"passes={2 * stage.config.passes:g}"
+        log("for better accuracy: use more images or pretrained weights (`new` with --init), or train longer:")
+        log(f"  {COMMAND} run RECIPE {stage.source}.{length}")

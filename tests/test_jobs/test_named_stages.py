@@ -97,7 +97,7 @@ def test_an_unfinished_stage_is_used_for_checkpoints_if_no_other_has_any(run, ca
     (run / "finetune-00000005" / "metrics.jsonl").write_text('{"kind": "train", "step": 14, "steps": 200}\n')
     (run / "finetune-00000005" / "checkpoints" / "step-0000000012").mkdir()
     (run / "finetune-00000005" / "checkpoints" / "step-0000000012" / "MANIFEST.json").write_text("{}")
-    for code, command in ((75, "python -m jobs run photos.yaml"), (78, "python -m jobs run RECIPE")):
+    for code, command in ((75, "python -m jobs run photos.yaml"), (78, "python -m jobs run ITS_RECIPE")):
         (run / "status.json").write_text(json.dumps({"exit_code": code, "command": "python -m jobs run photos.yaml"}))
         for typed in ("finetune", "finetune-00000005"):
             with pytest.raises(DataError, match="is at step 14 of 200\n") as error:

@@ -103,7 +103,9 @@ def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], l
     label_column = first_of(TABLE_LABEL_COLUMNS, columns)
     path_column = first_of(TABLE_PATH_COLUMNS, columns)
     if path_column is None or (label_column is None and not unlabelled):
-        wanted = "a column path" if unlabelled else "columns path and label"
+        wanted = f"a column of paths ({', '.join(TABLE_PATH_COLUMNS)})"
+        if not unlabelled:
+            wanted += f" and one of labels ({', '.join(TABLE_LABEL_COLUMNS)})"
         if len(columns) == 1:
             # One column whose name has a separator: Excel writes semicolons in many languages.
             separator = next((name for character, name in SEPARATORS.items() if character in columns[0]), None)
@@ -114,8 +116,8 @@ def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], l
                 )
         raise DataError(
             f"{path}: expected {wanted}, found {', '.join(columns) or 'no columns'}\n"
-            "  the first line of a CSV must be path,label; every further line describes one image, for "
-            "example cat/1.jpg,cat"
+            "  the first line of a CSV names its columns, for example path,label; every further line describes one "
+            "image, for example cat/1.jpg,cat"
         )
     names = []
     labels = []

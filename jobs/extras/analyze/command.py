@@ -10,8 +10,11 @@ from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug
 from jobs.extras.given_images import check_images, wait_without_spinning
 from jobs.extras.named_weights import AnyWeights, find_weights
+from jobs.named_stages import find_set
 
-Images = Annotated[list[str], typer.Argument(help="Image files, folders of images, or tar shards.")]
+Images = Annotated[
+    list[str], typer.Argument(help="Image files, folders of images, tar shards, or data sets (RUN/STAGE/SET).")
+]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Folder for the figures and numbers.")]
 Limit = Annotated[
     int,
@@ -25,6 +28,7 @@ def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 
     if Path(output).is_file():
         raise UsageError(f"--output {output} is a file\n  expected a folder (created if it does not exist)")
     # Check before importing torch, so that a path without images is reported at once.
+    images = list(map(find_set, images))
     check_images(images)
     wait_without_spinning()
     from jobs.extras.analyze import analyze

@@ -30,6 +30,7 @@ from data.index.shard import IMAGES
 from data.walk import matching
 from jobs.answer import Answer
 from jobs.extras.data_commands import near_path
+from jobs.extras.named_weights import check_weights_exist
 from jobs.named_stages import find_stage
 from jobs.progress import ProgressMeter
 from jobs.recipe.key import model_at
@@ -108,6 +109,8 @@ def new(
     imported: Path | None = None  # the folder for weights of another library
     if init is not None:
         init = find_stage(init)
+        if "://" not in init and not Path(init).exists():
+            check_weights_exist(init)
         if is_foreign(init):
             imported = recipe.parent / "weights" / name_of(init)
             if imported.exists():
@@ -358,7 +361,7 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
     if choice.is_over_time:
         echo(
             f"  this takes longer than --minutes, because useful training takes at least {choice.steps} steps\n"
-            "  use a smaller --model, or more --minutes"
+            f"  to change this, delete {path} and use a smaller --model or more --minutes"
         )
 
 

@@ -161,13 +161,14 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
             with suppress(ValueError):
                 preprocess = recorded.at_size(size).ops
     image_size = min(candidates[0].model.image_size)
+    seen = f"the model sees images of {image_size} px"
 
     # 2. Crops and flips. Letters and digits must not be mirrored; classes named by ids can be anything.
     crop: dict[str, Any] = {}
     reasons = []
     if image_size < SMALL:
         crop["min_area"] = 0.3
-        reasons.append("crops of at least 30 % of the area, because the images are small")
+        reasons.append(f"crops of at least 30 % of the area, because {seen}")
     if train.classes and not train.are_ids and max(map(len, train.class_counts)) == 1:
         crop["flip"] = False
         reasons.append("no flips, because letters must not be mirrored")
@@ -203,7 +204,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         level = LEVELS_I1K[chosen.row]
     layers, magnitude, mixup = AUGREG[level]
     if layers and image_size < SMALL:
-        reasons.insert(0, "no RandAugment, which shifts images by up to 150 pixels, because the images are small")
+        reasons.insert(0, f"no RandAugment, which shifts images by up to 150 pixels, because {seen}")
     elif layers:
         crop |= {"randaug_layers": layers, "randaug_magnitude": magnitude}
         reasons.insert(0, f"level {level} of AugReg (Steiner et al. 2022)")

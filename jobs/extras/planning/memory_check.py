@@ -5,12 +5,15 @@
    device.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from data.checks import printable_lines
 from data.errors import ConfigError
-from jobs.resolved_recipe import MEMORY, Available, CheckResult, Context, Stage
+from jobs.resolved_recipe import MEMORY, Available, Campaign, CheckResult, Context, Stage
 from jobs.stages.training import TrainingExtra, allowed_worlds
+from jobs.terminal import activity
 from models import ModelConfig
 from pipeline.training_config import TrainConfig, has_whole_images
 
@@ -53,6 +56,22 @@ def sees_whole_images(cfg: TrainConfig, model: ModelConfig) -> bool:
     return has_whole_images(cfg.phases(MANY_STEPS, model))
 
 
+def place_of(stage: Stage, campaign: Campaign) -> str:
+    """Return a stage's name and, if several stages train, its place among them: "pretrain, stage 2 of 14"."""
+    trained = [other.name for other in campaign.stages if other.kind.trains]
+    if len(trained) < 2:
+        return stage.name
+    return f"{stage.name}, stage {trained.index(stage.name) + 1} of {len(trained)} that train"
+
+
+def report(text: str) -> None:
+    """Show what a check waits for: as the command's activity, or in `run`, which shows none, as a line on stderr."""
+    if activity.text:
+        activity.now(text)
+    else:
+        print(printable_lines(text), file=sys.stderr, flush=True)
+
+
 def check_memory(stage: Stage, available: Available, fewest: int) -> Iterator[CheckResult]:
     """Raise ConfigError, with suggestions, if a stage needs more than `cluster.gpu_memory_gb` on `fewest` workers.
 
@@ -74,6 +93,15 @@ def check_memory(stage: Stage, available: Available, fewest: int) -> Iterator[Ch
         yield CheckResult("WARN", MEMORY, f"{unknown} with patch dropout")
         return
     try:
-        check_fits(cfg, model, fewest, int(limit * GIB), is_gpu=True, name=stage.name)
+        place = place_of(stage, available.campaign)
+        check_fits(
+            cfg,
+            model,
+            fewest,
+            int(limit * GIB),
+            is_gpu=True,
+            name=stage.name,
+            report=lambda text: report(f"{place}: {text}"),
+        )
     except TraceFailed as error:
         yield CheckResult("WARN", MEMORY, f"{unknown}: {error}")

@@ -80,9 +80,8 @@ class PlannedTraining(TrainedFacts):
         add: Callable[[str, str], None],  # adds a line to the plan: label, text
         log: Callable[[str], None],  # receives messages about waits
     ) -> None:
-        super().__init__(campaign, stage, assumed)
+        super().__init__(campaign, stage, assumed, log=log)
         self.add = add
-        self.log = log
         self.least_s = 0.0  # minimum and maximum duration of the stage; 0: unknown
         self.most_s = 0.0
         self.failures = 0.0  # expected number of failures
@@ -92,7 +91,6 @@ class PlannedTraining(TrainedFacts):
     def compute(self) -> None:
         """Compute the estimates and add their lines to the plan; skip estimates that need unknown data or models."""
         is_known = self.describe()
-        self.log(f"plan: {self.name}: estimating the memory of a step (once per config) …")
         for result in results("plan", self, STAGE):
             self.add(result.subject, "; ".join(filter(None, (result.text, result.remedy))))
         if is_known and self.model is not None:
@@ -216,7 +214,10 @@ class PlannedTraining(TrainedFacts):
             return
         gpu = GPUS[self.assumed.gpu or "h100"]
         if not self.is_gpu and self.assumed.gpu is None:
-            self.no_time = f"to measure 30 steps of each stage, run {TRY}; for an estimate, add --gpu h100"
+            self.no_time = f"to measure 30 steps of each stage, run {TRY}"
+            # Estimates assume bf16.
+            if self.cfg.precision == "bf16":
+                self.no_time += "; for an estimate, add --gpu h100"
         elif self.cfg.precision != "bf16":
             self.no_time = f"estimates assume bf16, but this stage uses {self.cfg.precision}; to measure it, run {TRY}"
         else:

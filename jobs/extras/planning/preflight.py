@@ -36,7 +36,7 @@ from jobs.extras.planning.stage_checks import GPU_FLOPS, TrainedFacts
 from jobs.recipe.validate import validate_all
 from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_made
 from jobs.stages.training import allowed_worlds
-from jobs.terminal import echo
+from jobs.terminal import activity, echo
 from pipeline.checkpoints.saver import bytes_to_come, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.extras.plan.memory import memory_need, snapshot_bytes
@@ -64,7 +64,7 @@ def preflight(campaign: Campaign) -> Answer:
     results = validate_all(campaign, campaign.stages)
     for stage in campaign.stages:
         if stage.kind.trains and campaign.done(stage) is None:
-            for result in results_of("preflight", TrainedFacts(campaign, stage), STAGE):
+            for result in results_of("preflight", TrainedFacts(campaign, stage, log=activity.now), STAGE):
                 results.append(dataclasses.replace(result, text=f"{stage.name}: {result.text}"))
 
     # 2. Measure the cluster: a worker group, and the nodes without a worker.

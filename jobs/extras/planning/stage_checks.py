@@ -1,7 +1,7 @@
 """Check a training stage using only the recipe and this machine: inputs, cores, decoding speed, memory."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import process_time
@@ -12,16 +12,18 @@ import numpy as np
 import models
 from data.draws import Draws
 from data.errors import DataError
+from data.files import memory_text
 from data.images.augment import AugmentConfig, augment
 from data.images.decode import BadImage
 from data.index.index import Index
 from data.shards.reader import ShardReader
 from jobs import cluster_config
+from jobs.extras.planning.memory_check import place_of
 from jobs.resolved_recipe import Campaign, Stage, index_if_made, reference
 from jobs.stages.training import allowed_worlds
 from pipeline.extras.plan.cost import GPUS, MAX_SHARE, Assumptions
-from pipeline.extras.plan.memory import GIB, describe_need, memory_need
-from pipeline.extras.plan.memory_traces import TraceFailed
+from pipeline.extras.plan.memory import GIB, describe_need, least_bytes, memory_need
+from pipeline.extras.plan.memory_traces import TraceFailed, silent
 from pipeline.process_group import memory_free
 from pipeline.training_config import TrainConfig, has_whole_images
 from pipeline.training_data import steps_of
@@ -50,6 +52,7 @@ class TrainedFacts:
     device_bytes: int = 0  # memory that a worker needs, set by the memory check; 0: unknown
     limit: int = 0  # memory of the device in bytes; 0: unknown
     limit_source: str = ""
+    log: Callable[[str], None] = silent  # receives what a check waits for
 
     def __post_init__(self) -> None:
         self.name = self.stage.name
@@ -177,8 +180,20 @@ def memory(facts: TrainedFacts) -> Iterator[CheckVerdict]:
     elif not facts.is_gpu and cluster.backend == "processes":
         facts.limit = memory_free() // facts.fewest
         facts.limit_source = f"this machine's free memory divided by {facts.fewest} workers"
+    least = least_bytes(cfg, facts.model, facts.fewest)
+    if facts.limit and least > facts.limit:
+        facts.device_bytes = least
+        yield CheckVerdict(
+            "WARN",
+            f"at least {memory_text(least)} per worker for weights, gradients and optimizer state alone; the rest is "
+            "not estimated, because this is already too much",
+        )
+        return
+    place = place_of(facts.stage, facts.campaign)
     try:
-        need = memory_need(cfg, facts.model, facts.fewest, is_gpu=has_gpu)
+        need = memory_need(
+            cfg, facts.model, facts.fewest, is_gpu=has_gpu, report=lambda text: facts.log(f"{place}: {text}")
+        )
     except TraceFailed as error:
         yield CheckVerdict("WARN", f"unknown: {error}")
         return

@@ -27,7 +27,7 @@ from jobs.extras.planning.stage_checks import TrainedFacts
 from jobs.recipe import class_names
 from jobs.recipe.references import with_field
 from jobs.resolved_recipe import Available, Campaign, Context, Stage
-from jobs.terminal import echo
+from jobs.terminal import activity, echo
 from pipeline import artifacts
 from pipeline.config import digest, plain
 from pipeline.extras.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, measured, write_trial
@@ -66,7 +66,7 @@ def trial(campaign: Campaign, only: str | None) -> list[dict[str, Any]]:
     problems = []
     for stage in stages.values():
         problem = ""
-        for result in results("trial", TrainedFacts(campaign, stage), STAGE):
+        for result in results("trial", TrainedFacts(campaign, stage, log=activity.now), STAGE):
             text = "; ".join(filter(None, (result.text, result.remedy)))
             if result.level == "FAIL":
                 problem = text

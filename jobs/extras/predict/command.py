@@ -10,12 +10,16 @@ from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug
 from jobs.extras.given_images import check_images, wait_without_spinning
 from jobs.extras.named_weights import AnyWeights, find_weights
+from jobs.named_stages import find_set
 
-Images = Annotated[list[str], typer.Argument(help="Image files, folders of images, or tar shards.")]
+Images = Annotated[
+    list[str], typer.Argument(help="Image files, folders of images, tar shards, or data sets (RUN/STAGE/SET).")
+]
 Output = Annotated[
     str, typer.Option(metavar="CSV", help="CSV file to write; the HTML page gets the same name with .html.")
 ]
 Top = Annotated[int, typer.Option(min=1, help="Number of classes per image, the most probable first.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the CSV file and the page if they exist.")]
 Batch = Annotated[int, typer.Option(min=1, help="Images per forward pass.")]
 
 
@@ -25,6 +29,7 @@ def predict(
     output: Output = "predictions.csv",
     top: Top = 5,
     batch: Batch = 64,
+    force: Force = False,
     _debug: Debug = False,
 ) -> Answer:
     """Predict the classes of images, and write labels and scores to a CSV file and an HTML page."""
@@ -32,7 +37,14 @@ def predict(
     table = Path(output)
     if table.suffix != ".csv":
         raise UsageError(f"--output {output} does not end in .csv\n  pass --output {table.with_suffix('.csv')}")
+    existing = [str(path) for path in (table, table.with_suffix(".html")) if path.exists()]
+    if existing and not force:
+        raise UsageError(
+            f"{' and '.join(existing)} already exist{'s' if len(existing) == 1 else ''}; nothing was written\n"
+            "  add --force to replace the predictions, or pass --output OTHER.csv"
+        )
     # Check before importing torch, so that a path without images is reported at once.
+    images = list(map(find_set, images))
     check_images(images)
     wait_without_spinning()
     from jobs.extras.predict.predict import predict

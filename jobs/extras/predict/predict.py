@@ -5,6 +5,11 @@
     file,label,score,label_2,score_2              and new.html: thumbnails with their labels
     new-photos/1.jpg,cat,0.91342,dog,0.07120
 
+    patchline predict runs/photos/pretrain runs/photos/parts/held-out
+
+    file,label,score,label_2,score_2,true_label   the page marks wrong predictions
+    photos-0.tar:cat/7,dog,0.61342,cat,0.37120,cat
+
 1. Read the images and apply the preprocessing recorded with the weights, or the evaluation default if there is none.
 2. Compute the logits in batches. A score is the softmax probability of a class. If the head was trained with sigmoid
    cross-entropy, it is the sigmoid, and the scores of an image do not sum to 1.
@@ -14,7 +19,7 @@
 import csv
 import io
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,7 +36,7 @@ from data.files import write_atomically
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from jobs.extras.conversion import class_names, verify
-from jobs.extras.given_images import encoded_images
+from jobs.extras.given_images import GivenImage, given_images
 from jobs.progress import ProgressMeter
 from models.catalog import normalise
 from pipeline.evaluation import any_weights
@@ -51,6 +56,12 @@ class Prediction:
     scores: tuple[float, ...] = ()
     thumbnail: str = ""  # base64 JPEG; "" beyond the first MAX_THUMBNAILS images
     problem: str = ""  # why the image cannot be decoded
+    true_labels: tuple[str, ...] = ()  # the sample's classes in its data set; () if unknown
+
+    @property
+    def is_wrong(self) -> bool:
+        """Return whether the most probable class is none of the sample's classes."""
+        return bool(self.labels and self.true_labels) and self.labels[0] not in self.true_labels
 
 
 def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: int) -> dict[str, Any]:
@@ -75,19 +86,22 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
 
     rows: list[Prediction] = []
     progress = ProgressMeter("images")
-    images = decoded(paths, ops)
+    skipped: list[Path] = []
+    images = decoded(given_images(paths, names=names, skipped=skipped), ops)
     while chunk := list(islice(images, batch_size)):
         pixels = [image for _, image, _ in chunk if image is not None]
         labels: Iterator[tuple[tuple[str, ...], tuple[float, ...]]] = iter(())
         if pixels:
             labels = most_probable(logits_of(model, np.stack(pixels), device), names, top, is_sigmoid)
-        for file, image, problem in chunk:
+        for given, image, problem in chunk:
             if image is None:
-                rows.append(Prediction(file, problem=problem))
+                rows.append(Prediction(given.name, problem=problem, true_labels=given.classes))
                 continue
             thumbnail = page.jpeg(image) if len(rows) < MAX_THUMBNAILS else ""
-            rows.append(Prediction(file, *next(labels), thumbnail))
+            rows.append(Prediction(given.name, *next(labels), thumbnail, true_labels=given.classes))
         progress(len(rows))
+    if not rows:
+        raise DataError(f"{', '.join(paths)}: found no samples with images\n  expected tars or data sets with images")
     bad = [row for row in rows if row.problem]
     if len(bad) == len(rows):
         raise DataError(
@@ -107,14 +121,22 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
         lines.append(f"no preprocessing is recorded with the weights; used the evaluation default, {ops}")
     if bad:
         lines.append(f"skipped {counted(len(bad), 'undecodable image')}, for example {bad[0].file}: {bad[0].problem}")
+    if skipped:
+        lines.append(f"skipped {counted(len(skipped), 'file')} of other types, for example {skipped[0]}")
     predicted = Counter(row.labels[0] for row in rows if row.labels)
     common = [f"{name} {count:,}" for name, count in predicted.most_common(MAX_CLASSES_LISTED)]
     lines.append(f"predicted {counted(len(rows) - len(bad), 'image')}: {', '.join(common)}")
+    labelled = [row for row in rows if row.labels and row.true_labels]
+    if labelled:
+        right = sum(not row.is_wrong for row in labelled)
+        lines.append(f"right: {right:,} of {counted(len(labelled), 'labelled image')} ({right / len(labelled):.1%})")
     lines.append(f"written  {table}  {table.with_suffix('.html')}")
     images_of_document = []
     for row in rows:
         classes = [{"label": label, "score": score} for label, score in zip(row.labels, row.scores, strict=True)]
-        images_of_document.append({"file": row.file, "classes": classes, "problem": row.problem})
+        images_of_document.append(
+            {"file": row.file, "classes": classes, "true_labels": list(row.true_labels), "problem": row.problem}
+        )
     return {
         "table": str(table),
         "page": str(table.with_suffix(".html")),
@@ -124,13 +146,13 @@ def predict(weights: str, paths: list[str], table: Path, top: int, batch_size: i
     }
 
 
-def decoded(paths: list[str], ops: str) -> Iterator[tuple[str, np.ndarray | None, str]]:
-    """Yield each image's name, pixels and error; the pixels are (height, width, 3) uint8, or None after an error."""
-    for name, encoded in encoded_images(paths):
+def decoded(images: Iterable[GivenImage], ops: str) -> Iterator[tuple[GivenImage, np.ndarray | None, str]]:
+    """Yield each image, its pixels and its error; the pixels are (height, width, 3) uint8, or None after an error."""
+    for image in images:
         try:
-            yield name, preprocess(decode(encoded), ops), ""
+            yield image, preprocess(decode(image.encoded), ops), ""
         except BadImage as error:
-            yield name, None, str(error)
+            yield image, None, str(error)
 
 
 def logits_of(model: "models.Model", pixels: np.ndarray, device: torch.device) -> Tensor:
@@ -157,7 +179,10 @@ def most_probable(
 
 
 def write_table(rows: list[Prediction], path: Path, top: int) -> None:
-    """Write one row per image to a CSV file; an undecodable image has empty labels."""
+    """Write one row per image to a CSV file; an undecodable image has empty labels.
+
+    If any image is labelled, the last column has the classes of each image, separated by "|".
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     width = min(top, max(len(row.labels) for row in rows))
@@ -165,11 +190,15 @@ def write_table(rows: list[Prediction], path: Path, top: int) -> None:
     for number in range(1, width + 1):
         suffix = "" if number == 1 else f"_{number}"
         header += [f"label{suffix}", f"score{suffix}"]
-    writer.writerow(header)
+    has_labels = any(row.true_labels for row in rows)
+    writer.writerow([*header, "true_label"] if has_labels else header)
     for row in rows:
         cells = [row.file]
         for label, score in zip(row.labels, row.scores, strict=True):
             cells += [label, f"{score:.6g}"]
-        writer.writerow(cells + [""] * (len(header) - len(cells)))
+        cells += [""] * (len(header) - len(cells))
+        if has_labels:
+            cells.append("|".join(row.true_labels))
+        writer.writerow(cells)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text.getvalue())

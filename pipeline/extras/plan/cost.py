@@ -63,7 +63,7 @@ class Assumptions:
         if self.gpu is not None and self.gpu not in GPUS:
             raise ConfigError(
                 f"--gpu is {self.gpu}{did_you_mean(self.gpu, GPUS)}\n  expected one of {', '.join(GPUS)}; for another "
-                f"GPU, run a trial: {TRY}"
+                f"GPU, run a trial: {TRY}\n  to set only the memory of a GPU, set cluster.gpu_memory_gb=24"
             )
         for option, value in (("--price", self.price), ("--mtbf", self.mtbf_hours)):
             if value is not None and not 0 < value < math.inf:

@@ -19,8 +19,8 @@ import models
 from data.errors import ConfigError
 from data.files import DISK_BLOCK, memory_text
 from models import ModelConfig
-from pipeline.checkpoints.saver import checkpoint_bytes
-from pipeline.extras.plan.memory_traces import Kind, cached_trace, step_to_trace, trace_of
+from pipeline.checkpoints.saver import HEADER_BYTES, checkpoint_bytes
+from pipeline.extras.plan.memory_traces import Kind, cached_trace, silent, step_to_trace, trace_of
 from pipeline.training_config import TrainConfig
 from pipeline.training_data import batch_arithmetic
 
@@ -29,6 +29,7 @@ LAST_STAGE = 3  # highest ZeRO stage
 AHEAD = 2  # micro-batches that a decoding process prefetches (data.loader.TrainLoader)
 LABELS = 8  # bytes per label, an int64
 MAX_BYTES_OF_RGB = 3  # bytes per pixel
+BYTES_OF = {"bf16": 2, "fp32": 4}  # bytes of a number
 
 WORDS = {
     Kind.STATES: "weights and optimizer",
@@ -56,12 +57,22 @@ class MemoryNeed:
         return max(self.start, sum(self.parts.values()))
 
 
-def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> MemoryNeed:
-    """Return the memory that each of `world` workers needs. Raises TraceFailed if the step cannot be traced."""
+def memory_need(
+    cfg: TrainConfig,
+    model: ModelConfig,
+    world: int,
+    *,
+    is_gpu: bool,
+    report: Callable[[str], None] = silent,
+) -> MemoryNeed:
+    """Return the memory that each of `world` workers needs. Raises TraceFailed if the step cannot be traced.
+
+    `report` receives what the call waits for, because a new trace takes seconds to minutes.
+    """
     recomputed = recomputed_blocks(cfg, model)
     arithmetic = batch_arithmetic(cfg, world)
     step = step_to_trace(cfg, model, world, arithmetic.accumulation, recomputed, is_gpu=is_gpu)
-    trace = trace_of(step)
+    trace = trace_of(step, report)
     moment = trace.peak(cfg.micro_batch)
     rows, columns = model.image_size
     images = cfg.micro_batch * MAX_BYTES_OF_RGB * rows * columns
@@ -83,6 +94,25 @@ def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: boo
         snapshot=snapshot_bytes(cfg, model, world, is_gpu=is_gpu),
         recomputed=recomputed,
     )
+
+
+def least_bytes(cfg: TrainConfig, model: ModelConfig, world: int) -> int:
+    """Return a lower bound of a worker's device memory, without a trace: its weights, optimizer state and gradients.
+
+    0 for a user's DeepSpeed config, which may move these tensors to the host.
+    """
+    if cfg.deepspeed is not None:
+        return 0
+    parameters = models.parameters_of(model)
+    number = BYTES_OF[cfg.precision] * parameters  # bytes of all weights, or of all gradients, in the step's precision
+    state = checkpoint_bytes(cfg, model) - HEADER_BYTES  # fp32 masters, moments and averages
+    # In fp32, the weights may be their own masters.
+    if cfg.precision == "fp32":
+        state -= number
+    # ZeRO 1 divides the optimizer state between the workers, ZeRO 2 also the gradients, and ZeRO 3 also the weights.
+    weights = number // world if cfg.zero == LAST_STAGE else number
+    gradients = number // world if cfg.zero > 1 or cfg.exact_parts else number
+    return weights + gradients + (state // world if cfg.zero or cfg.exact_parts else state)
 
 
 def snapshot_bytes(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> int:
@@ -175,15 +205,37 @@ def describe_need(need: MemoryNeed, *, is_gpu: bool) -> str:
 # ------------------------------------------------------------------------------------------------ what does not fit
 
 
-def check_fits(cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *, is_gpu: bool, name: str) -> None:
+def check_fits(
+    cfg: TrainConfig,
+    model: ModelConfig,
+    world: int,
+    limit: int,
+    *,
+    is_gpu: bool,
+    name: str,
+    report: Callable[[str], None] = silent,
+) -> None:
     """Raise ConfigError with suggested overrides if a worker of stage `name` needs more than `limit` bytes.
 
     Each suggested override is sufficient by itself. If no single override is, the error states the memory need with all
-    of them at their extreme values. Raises TraceFailed if the step cannot be traced.
+    of them at their extreme values. If the lower bound exceeds the limit already, nothing is traced. `report` receives
+    what the call waits for. Raises TraceFailed if the step cannot be traced.
     """
+    least = least_bytes(cfg, model, world)
+    if least > limit:
+        ways = []
+        for zero in range(cfg.zero + 1, LAST_STAGE + 1):
+            size = least_bytes(replace(cfg, zero=zero), model, world)
+            if world > 1 and size <= limit:
+                ways.append(f"{name}.zero={zero} (needs at least {memory_text(size)})")
+        ways.append("more workers with ZeRO 3, GPUs with more memory, or a smaller model")
+        raise ConfigError(
+            f"{name}: a worker needs at least {memory_text(least)} of device memory for weights, gradients and "
+            f"optimizer state alone, but only {memory_text(limit)} is free\n  use {'; or '.join(ways)}"
+        )
 
     def needed(**changes: Any) -> int:
-        return memory_need(replace(cfg, **changes), model, world, is_gpu=is_gpu).device_bytes
+        return memory_need(replace(cfg, **changes), model, world, is_gpu=is_gpu, report=report).device_bytes
 
     needed_now = needed()
     if needed_now <= limit:

@@ -17,7 +17,8 @@ import logging
 import os
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,11 +27,12 @@ from typing import Any
 
 import models
 from data.errors import PatchlineError, StorageError
-from data.files import import_path, locked, state_folder
+from data.files import import_path, open_regular, state_folder, take_lock
 from data.seal import read_entry, write_entry
 from models import ModelConfig
 from pipeline.config import digest
 from pipeline.training_config import TrainConfig
+from pipeline.values import counted
 
 ROOT = Path(__file__).parents[3]
 SOURCES = ("models", "pipeline")  # folders with the code that determines the allocations of a step
@@ -43,6 +45,7 @@ SWITCHES_OF_MODEL = ("dropout", "drop_path")
 FIRST_VALUES = ("head_bias", "position_std")  # model fields that only affect the initial values of weights
 ON = 0.5  # replaces every nonzero value of a switch
 MAX_KEPT = 1000  # cached traces of about 1 kB each; any change of the sources invalidates the older ones
+MAX_HOLDER_CHARACTERS = 300  # read from the lock file
 LONGEST_REASON = 300  # characters quoted from the output of a failed tracer
 
 
@@ -71,6 +74,14 @@ class StepToTrace:
     recomputed: int  # number of blocks with activation checkpointing
     is_gpu: bool
     file: str = ""  # digest of the user's DeepSpeed config file
+
+    def described(self) -> str:
+        """Describe the step in messages: "a step of vit at 384 px, bf16, ZeRO 2, 12 recomputed blocks"."""
+        size = "×".join(map(str, dict.fromkeys(self.model["image_size"])))
+        text = f"a step of {self.model['family']} at {size} px, {self.config['precision']}, ZeRO {self.config['zero']}"
+        if self.recomputed:
+            text += f", {counted(self.recomputed, 'recomputed block')}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -151,8 +162,15 @@ def step_to_trace(
     return StepToTrace(model_values, values, world, micro_batches, recomputed, is_gpu, file)
 
 
-def trace_of(step: StepToTrace) -> MemoryTrace:
-    """Return the trace of a step, from the cache or from the tracer. Raises TraceFailed if the tracer fails."""
+def silent(text: str) -> None:
+    """Report nothing."""
+
+
+def trace_of(step: StepToTrace, report: Callable[[str], None] = silent) -> MemoryTrace:
+    """Return the trace of a step, from the cache or from the tracer. Raises TraceFailed if the tracer fails.
+
+    `report` receives what the caller waits for: the tracer, or another process that traces a step.
+    """
     trace = cached_trace(step)
     if trace is not None:
         return trace
@@ -161,10 +179,11 @@ def trace_of(step: StepToTrace) -> MemoryTrace:
         # and use its result. If the cache folder is read-only or does not support locks, each worker runs the tracer.
         with suppress(OSError, StorageError):
             traces_folder().mkdir(parents=True, exist_ok=True)
-            around.enter_context(locked(traces_folder() / "lock"))
+            around.enter_context(only_tracer(traces_folder() / "lock", step, report))
         trace = cached_trace(step)
         if trace is not None:
             return trace
+        report(f"estimating the memory of {step.described()} (once per config) …")
         answer = run_tracer(step)
         trace = trace_in(answer)
         if trace is None:
@@ -182,6 +201,25 @@ def trace_of(step: StepToTrace) -> MemoryTrace:
             message = "%s: cannot cache memory traces, so each plan has to trace its steps again: %s"
             logging.getLogger(__name__).warning(message, traces_folder(), error)
     return trace
+
+
+@contextmanager
+def only_tracer(path: Path, step: StepToTrace, report: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of the process that traces a step; while another process holds it, report what it traces."""
+    with open(path, "a+", opener=open_regular) as file:
+        if not take_lock(file.fileno(), path, wait=False):
+            file.seek(0)
+            # The file is empty for a moment after the other process has taken the lock.
+            holder = file.read(MAX_HOLDER_CHARACTERS) or "another process, which estimates the memory of a step"
+            report(f"waiting for {holder} …")
+            take_lock(file.fileno(), path, wait=True)
+        file.truncate(0)
+        file.write(f"process {os.getpid()}, which estimates the memory of {step.described()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
 
 
 def run_tracer(step: StepToTrace) -> str:

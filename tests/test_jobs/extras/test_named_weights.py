@@ -5,9 +5,12 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+import models
 from data.errors import DataError
-from jobs.extras.named_weights import check_weights_exist, find_weights
+from jobs.__main__ import main
+from jobs.extras.named_weights import check_weights_exist, find_weights, how_to_download
 from pipeline.artifacts import write_record
+from tests.support.photos import make_photos
 
 pytestmark = pytest.mark.quick
 
@@ -50,6 +53,39 @@ def test_a_path_without_weights_is_an_error_with_a_remedy(name, files, message, 
         (tmp_path / file).touch()
     with pytest.raises(DataError, match=message):
         check_weights_exist(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("command", ["new", "import", "evaluate", "predict"])
+def test_name_of_a_model_is_answered_with_the_python_that_downloads_it(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_photos(tmp_path / "photos")
+    words = {
+        "new": ["new", "photos", "--init", "NAME"],
+        "import": ["import", "NAME", "out"],
+        "evaluate": ["evaluate", "NAME", "photos"],
+        "predict": ["predict", "NAME", "photos"],
+    }[command]
+    for typed, python in {
+        "vit_tiny_patch16_224": "timm.create_model('vit_tiny_patch16_224', pretrained=True), 'FOLDER', safe",
+        "timm/vit_tiny_patch16_224.augreg_in21k": "timm.create_model('vit_tiny_patch16_224.augreg_in21k', pretrained",
+        "google/vit-base-patch16-224": "snapshot_download('google/vit-base-patch16-224', local_dir='FOLDER')",
+    }.items():
+        assert main([typed if word == "NAME" else word for word in words]) == 65
+        error = capsys.readouterr().err
+        assert f"no file or folder at {typed}" in error
+        assert python in error
+    # A missing file is no name.
+    assert main([word.replace("NAME", "vit_b16.npz") for word in words]) == 65
+    assert "download" not in capsys.readouterr().err
+
+
+def test_folder_made_by_the_suggested_python_can_be_imported(tmp_path, timm):
+    """Without its download: the weights are random."""
+    code = how_to_download("vit_tiny_patch16_224").splitlines()[-1].split('"')[1]
+    code = code.replace("FOLDER", str(tmp_path / "theirs")).replace("pretrained=True", "pretrained=False")
+    exec(code)
+    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    assert models.parameters_of(models.load(tmp_path / "ours").config) == 5_717_416  # Touvron et al. 2021, DeiT-Ti
 
 
 @pytest.mark.parametrize("length", [0, 3, 20, -1])

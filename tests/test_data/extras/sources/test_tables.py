@@ -48,7 +48,10 @@ def test_table_contains_ids_or_names(rows, names, labels, photos):
     ("text", "message"),
     [
         ("path,label\ndog/1.png,3\ncat/a.b.png,cat\n", "some labels are class ids"),
-        ("file,class_id\n", "expected columns path and label, found"),
+        (
+            "file,class_id\n",
+            r"expected a column of paths \(path, file_name, filename, image\) and one of labels \(label",
+        ),
         ("path,label\ndog/9.png,1\n", "does not exist"),
     ],
 )

@@ -149,7 +149,7 @@ def test_weights_are_fine_tuned_with_a_new_head(tmp_path, capsys):
         == 0
     )
     for words, message in (
-        (["--init", "nowhere"], "contains no weights"),
+        (["--init", "nowhere"], "no file or folder at nowhere"),
         (["--probe"], "add --init WEIGHTS"),
         (["--init", "weights", "--model", "S/16"], "omit --model"),
     ):

@@ -123,8 +123,8 @@ def test_small_images_get_no_randaugment(monkeypatch):
     assert choice.augment == {"min_area": 0.3}
     assert choice.mixup == 0.2
     assert choice.reasons == [
-        "no RandAugment, which shifts images by up to 150 pixels, because the images are small",
-        "crops of at least 30 % of the area, because the images are small",
+        "no RandAugment, which shifts images by up to 150 pixels, because the model sees images of 32 px",
+        "crops of at least 30 % of the area, because the model sees images of 32 px",
     ]
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from jobs.__main__ import main
+from jobs.terminal import activity
 from pipeline.extras.plan import memory
 from pipeline.extras.plan.memory import GIB, memory_need
 from tests.support.campaigns import load
@@ -60,3 +61,34 @@ def test_plan_lists_the_parts_of_the_memory_and_exits_like_run_if_they_do_not_fi
     for command in ("plan", "run"):
         assert main([command, str(recipe), *gpu, "cluster.gpu_memory_gb=5"]) == 78
         assert "set one of these: pretrain.micro_batch=2 (needs 4.0 GiB); " in capsys.readouterr().err
+
+
+def test_slow_plan_says_which_stage_of_how_many_it_estimates(recipe, capsys, monkeypatch):
+    def trace(step, report):
+        report("estimating a step …")
+        return trace_by_hand(step, report)
+
+    shown: list[str] = []
+    monkeypatch.setattr(memory, "trace_of", trace)
+    monkeypatch.setattr(activity, "now", shown.append)
+    monkeypatch.setattr(activity, "text", "plan: starting …")
+    gpu = ["cluster.gpus_per_worker=1", "pretrain.zero=1", "finetune.zero=1", "cluster.gpu_memory_gb=24"]
+    assert main(["plan", str(recipe), *gpu]) == 0
+    assert "pretrain, stage 1 of 2 that train: estimating a step …" in shown
+    assert "finetune, stage 2 of 2 that train: estimating a step …" in shown
+    # `run` shows no activity, so it writes a line.
+    monkeypatch.setattr(activity, "text", "")
+    assert main(["run", str(recipe), *gpu[:-1], "cluster.gpu_memory_gb=5"]) == 78
+    assert "pretrain, stage 1 of 2 that train: estimating a step …\n" in capsys.readouterr().err
+
+
+def test_plan_of_a_stage_whose_states_exceed_the_memory_traces_nothing(recipe, capsys, monkeypatch):
+    def refuse(step, report):
+        raise AssertionError("traced")
+
+    monkeypatch.setattr(memory, "trace_of", refuse)
+    limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=1e-6"]
+    assert main(["plan", str(recipe), *limited]) == 78
+    output = capsys.readouterr()
+    assert "for weights, gradients and optimizer state alone, but only" in output.err
+    assert "fits    NO: too little memory per worker for pretrain, finetune" in output.out

@@ -65,12 +65,23 @@ def test_plan_states_its_assumption_for_an_untried_number_of_workers(recipe, tri
 def test_a_trial_with_other_resources_per_worker_is_ignored(recipe, tried, capsys):
     assert main(["plan", str(recipe), "cluster.cpus_per_worker=4"]) == 0
     out = capsys.readouterr().out
-    assert "time    unknown: to measure 30 steps of each stage, run python -m jobs trial RECIPE; for" in out
+    assert f"time    unknown: to measure 30 steps of each stage, run python -m jobs trial {recipe}" in out
     assert "\ncost    unknown, because the time is unknown\n" in out
     assert main(["plan", str(recipe), "cluster.gpus_per_worker=1"]) == 0
     assert (
         "estimates assume bf16, but this stage uses fp32; to measure it, run python -m jobs" in capsys.readouterr().out
     )
+
+
+def test_hints_repeat_the_typed_recipe_and_overrides_and_no_estimate_is_offered_for_fp32(recipe, capsys):
+    override = "pretrain.model={name: mu/8, image_size: 16, classes: 10}"
+    assert main(["plan", str(recipe), override, "pretrain.steps=30"]) == 0
+    [line] = lines_of(capsys.readouterr().out, "time ")
+    command = f"python -m jobs trial {recipe} '{override}' pretrain.steps=30"
+    assert line == f"time    unknown: to measure 30 steps of each stage, run {command}"
+    assert main(["plan", str(recipe), "pretrain.precision=bf16"]) == 0
+    [line] = lines_of(capsys.readouterr().out, "time ")
+    assert line.endswith("pretrain.precision=bf16; for an estimate, add --gpu h100")
 
 
 def test_an_estimate_is_a_range_and_is_labelled_as_estimate(recipe, capsys):
@@ -92,7 +103,7 @@ def test_an_estimate_is_a_range_and_is_labelled_as_estimate(recipe, capsys):
     assert least == pytest.approx(2 * least_h, rel=0.01)
     assert most == pytest.approx(2 * least, rel=0.01)
     assert money == pytest.approx(2 * least, rel=0.01)
-    assert "20 to 40 % of the peak performance of 2 H100; to measure it, run python -m jobs trial RECIPE" in out
+    assert f"20 to 40 % of the peak performance of 2 H100; to measure it, run python -m jobs trial {recipe}" in out
     assert re.match(r"fits    yes: finetune needs the most, .* per worker of 79\.1 GiB \(an H100\)\n", out)
     assert loaded.cluster.most == 2
 

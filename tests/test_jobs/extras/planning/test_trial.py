@@ -99,7 +99,7 @@ def test_a_stage_without_data_is_skipped_and_listed(tmp_path, capsys):
     ended = capsys.readouterr()
     assert re.search(
         r"pretrain   not measured: .*/most does not exist yet; "
-        "run python -m jobs run RECIPE --only shards, then python -m jobs run RECIPE --only parts\n",
+        f"run python -m jobs run {file} --only shards, then python -m jobs run {file} --only parts\n",
         ended.out,
     )
     assert re.search(r"error: none of the stages can be measured: pretrain: .*/most does not exist yet", ended.err)

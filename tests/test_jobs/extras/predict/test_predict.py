@@ -82,13 +82,68 @@ def test_equal_scores_are_ordered_by_class_id():
     assert labels == ("0", "1", "2")
 
 
-def test_samples_of_shards_are_predicted_without_their_labels(tmp_path, weights):
+def test_samples_of_a_set_are_predicted_with_their_true_labels(tmp_path, weights, capsys):
+    """The labels are counted from the source; the digits have ten classes without names, the weights five with."""
     pack(digits(train=False, image_size=16), tmp_path / "shards", name="test")
     output = tmp_path / "new.csv"
-    assert main(["predict", weights, str(tmp_path / "shards"), "--output", str(output), "--top", "9"]) == 0
+    words = ["predict", weights, str(tmp_path / "shards"), "--output", str(output), "--top", "9", "--json"]
+    assert main(words) == 0
+    document = json.loads(capsys.readouterr().out)
     rows = list(csv.DictReader(output.open(newline="")))
-    index = json.loads((tmp_path / "shards/test.index.json").read_text())
-    assert len(rows) == index["samples"]
+    expected = []
+    for sample in digits(train=False, image_size=16):
+        [label] = sample.labels
+        expected.append(NAMES[label] if label < 5 else str(label))
+    assert [row["true_label"] for row in rows] == expected
     scores = [float(rows[0][name]) for name in ("score", "score_2", "score_3", "score_4", "score_5")]
     assert scores == sorted(scores, reverse=True)
     assert sum(scores) == pytest.approx(1, abs=1e-4)
+    right = sum(row["label"] == row["true_label"] for row in rows)
+    assert f"right: {right} of {len(rows)} labelled images ({right / len(rows):.1%})" in document["report"]
+    assert [image["true_labels"] for image in document["images"]] == [[label] for label in expected]
+    # The page marks the wrong ones among its first 200 images.
+    wrong = sum(row["label"] != row["true_label"] for row in rows[:200])
+    page = output.with_suffix(".html").read_text()
+    assert page.count('<figure class="wrong">') == page.count("<span>wrong: is ") == wrong > 0
+
+
+def test_a_tar_without_an_index_gives_the_same_table(tmp_path, weights):
+    pack(digits(train=False, image_size=16), tmp_path / "shards", name="test")
+    tars = tmp_path / "tars"
+    tars.mkdir()
+    tables = []
+    for tar in sorted((tmp_path / "shards").glob("*.tar")):
+        (tars / tar.name).write_bytes(tar.read_bytes())
+    for source in ("shards", "tars"):
+        assert main(["predict", weights, str(tmp_path / source), "--output", str(tmp_path / f"{source}.csv")]) == 0
+        tables.append((tmp_path / f"{source}.csv").read_text())
+    assert tables[0] == tables[1]
+
+
+def test_a_subset_is_predicted_by_the_name_that_a_run_prints(tmp_path, weights, capsys, monkeypatch):
+    """The subset's tars are in the folder of the whole set."""
+    pack(digits(train=False, image_size=16), tmp_path / "shards", name="test")
+    folder = tmp_path / "runs/mine/parts-1a2b3c4d"
+    subset = ["subset", str(tmp_path / "shards"), "--part", ":10%", "--output", str(folder / "held-out")]
+    assert main([*subset, "--name", "held-out"]) == 0
+    (folder / "stage.json").write_text('{"name": "parts", "kind": "pack", "key": "1a2b3c4d"}')
+    (folder / "done.json").write_text('{"files": {}, "summary": "", "seconds": 1}')
+    listed = capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    assert main(["predict", weights, "runs/mine/parts/held-out"]) == 0, listed
+    keys = []
+    assert main(["data", "list", "runs/mine/parts/held-out"]) == 0
+    for line in capsys.readouterr().out.splitlines():
+        parts = line.split("\t")
+        if len(parts) == 4:
+            keys.append(f"{parts[1]}:{parts[0]}")
+    rows = list(csv.DictReader((tmp_path / "predictions.csv").open(newline="")))
+    assert [row["file"] for row in rows] == keys
+    assert len(rows) > 10
+
+
+def test_other_files_are_counted(tmp_path, weights, capsys):
+    photos = make_photos(tmp_path / "photos")
+    assert main(["predict", weights, str(photos), "--output", str(tmp_path / "new.csv")]) == 0
+    assert f"skipped 1 file of other types, for example {photos / 'notes.txt'}" in capsys.readouterr().out
+    assert "true_label" not in (tmp_path / "new.csv").read_text()

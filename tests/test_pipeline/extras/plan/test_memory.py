@@ -5,6 +5,7 @@ import itertools
 import json
 import multiprocessing
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from jobs.__main__ import main
 from jobs.extras.planning.preflight import stage_requirements
 from pipeline.batches import patches_to_keep
 from pipeline.extras.plan import memory, memory_traces
-from pipeline.extras.plan.memory import GIB, check_fits, fewest_blocks, memory_need
+from pipeline.extras.plan.memory import GIB, check_fits, fewest_blocks, least_bytes, memory_need
 from pipeline.extras.plan.memory_traces import Kind, MemoryTrace
 from pipeline.extras.plan.tracer import LiveBytes, TracedData, TracedGroup, TracedWorker, copied_by_gloo
 from pipeline.start import Worker
@@ -46,6 +47,12 @@ def untraced(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_planned_memory_equals_the_allocated_memory(case):
     assert planned(case).device_bytes == pytest.approx(measured(case), rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_quick_lower_bound_is_below_the_planned_memory(case):
+    assert least_bytes(case.cfg, case.model_config, case.world) <= planned(case).device_bytes
 
 
 def count_collectives(rank: int, folder: str) -> None:
@@ -195,7 +202,7 @@ def test_fewest_blocks_that_fit_are_found_with_few_traces(limit):
 def untraceable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make all traces fail."""
 
-    def refuse(step: memory_traces.StepToTrace) -> MemoryTrace:
+    def refuse(step: memory_traces.StepToTrace, report: Callable[[str], None]) -> MemoryTrace:
         raise memory_traces.TraceFailed("the step could not be traced: by hand")
 
     monkeypatch.setattr(memory, "trace_of", refuse)
@@ -235,6 +242,39 @@ def test_stage_that_does_not_fit_is_rejected_with_the_best_remedy_first(traced_b
     together = r"pretrain\.micro_batch=1 pretrain\.checkpoint_blocks=12 pretrain\.zero=3 together need 768\.0 MiB"
     with pytest.raises(ConfigError, match=together):
         check_fits(cfg, model, 2, GIB, is_gpu=True, name="pretrain")
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "bytes_per_parameter"),
+    [
+        (1, "bf16", 2 + 2 + 12 / 4),
+        (2, "bf16", 2 + (2 + 12) / 4),
+        (3, "bf16", (2 + 2 + 12) / 4),
+        (0, "fp32", 4 + 4 + 8),
+        (1, "fp32", 4 + 4 + 8 / 4),
+    ],
+)
+def test_lower_bound_counts_weights_gradients_and_optimizer_state_at_each_zero_stage(
+    zero, precision, bytes_per_parameter
+):
+    """By hand: B/16 has 86,567,656 parameters; Adam has two moments and, in bf16, a master, in fp32."""
+    cfg = TrainConfig(steps=1, micro_batch=16, batch_size=64, zero=zero, precision=precision)
+    least = least_bytes(cfg, models.config_of("B/16", 224, 1000), 4)
+    assert least == pytest.approx(86_567_656 * bytes_per_parameter, rel=1e-6)
+
+
+def test_stage_whose_states_do_not_fit_is_rejected_without_a_trace(untraceable):
+    """By hand: H/14 with 10 classes has 630,777,610 parameters, with 16 bytes each."""
+    model = models.config_of("H/14", 224, 10)
+    cfg = TrainConfig(steps=1, micro_batch=16, batch_size=64, zero=1)
+    with pytest.raises(ConfigError) as refused:
+        check_fits(cfg, model, 4, 4 * GIB, is_gpu=True, name="pretrain")
+    assert str(refused.value).splitlines() == [
+        "pretrain: a worker needs at least 4.1 GiB of device memory for weights, gradients and optimizer state alone, "
+        "but only 4.0 GiB is free",
+        "  use pretrain.zero=2 (needs at least 3.2 GiB); or pretrain.zero=3 (needs at least 2.3 GiB); or more workers "
+        "with ZeRO 3, GPUs with more memory, or a smaller model",
+    ]
 
 
 def test_pinned_host_memory_is_rounded_up_to_powers_of_two(traced_by_hand):

@@ -5,6 +5,8 @@ import errno
 import itertools
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,50 @@ def test_unusable_cache_folder_is_logged_and_does_not_stop_the_plan(
     assert tracer == [step_of()], "traced once, though not kept"
     if obstacle != "no locks":
         assert "cannot cache memory traces" in caplog.text
+
+
+def test_every_new_trace_is_reported_and_a_cached_one_is_not(tracer):
+    lines: list[str] = []
+    memory_traces.trace_of(step_of(), lines.append)
+    memory_traces.trace_of(step_of(), lines.append)
+    assert lines == ["estimating the memory of a step of vit at 16 px, bf16, ZeRO 2 (once per config) …"]
+
+
+def test_wait_for_another_process_is_reported_with_what_it_traces(tracer):
+    """The other process holds the lock until it reads a line."""
+    code = (
+        "import models, sys\n"
+        "from pipeline.extras.plan import memory_traces\n"
+        "from pipeline.training_config import TrainConfig\n"
+        "cfg = TrainConfig(steps=1, micro_batch=4, batch_size=16, zero=3)\n"
+        "model = models.config_of('mu/8', 24, 10)\n"
+        "step = memory_traces.step_to_trace(cfg, model, 2, 2, 1, is_gpu=False)\n"
+        "memory_traces.traces_folder().mkdir(parents=True)\n"
+        "with memory_traces.only_tracer(memory_traces.traces_folder() / 'lock', step, print):\n"
+        "    print('locked', flush=True)\n"
+        "    sys.stdin.readline()\n"
+    )
+    lines: list[str] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=memory_traces.ROOT
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+
+        def report(text: str) -> None:
+            lines.append(text)
+            if text.startswith("waiting"):
+                other.stdin.write("\n")
+                other.stdin.flush()
+
+        memory_traces.trace_of(step_of(), report)
+    assert lines == [
+        f"waiting for process {other.pid}, which estimates the memory of a step of vit at 24 px, bf16, ZeRO 3, "
+        "1 recomputed block …",
+        "estimating the memory of a step of vit at 16 px, bf16, ZeRO 2 (once per config) …",
+    ]
+    assert (memory_traces.traces_folder() / "lock").read_text() == "", "nobody holds the lock any more"
 
 
 def test_least_recently_used_traces_are_deleted(tracer, monkeypatch: pytest.MonkeyPatch):

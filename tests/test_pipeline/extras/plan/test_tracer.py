@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -381,7 +381,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[StepToTrace]:
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
     steps_asked: list[StepToTrace] = []
 
-    def trace(step: StepToTrace) -> MemoryTrace:
+    def trace(step: StepToTrace, report: Callable[[str], None]) -> MemoryTrace:
         steps_asked.append(step)
         moment = Moment("backward", (GIB, 0, 0, 0, 0), (0, GIB * (1 - step.recomputed / 24), 0, 0, 0))
         return MemoryTrace(8 * GIB, (moment,), (moment,))
