@@ -158,7 +158,8 @@ STATUS = """
 import sys
 from pathlib import Path
 from pipeline.monitoring.telemetry import account
-from pipeline.monitoring.telemetry import last_metrics, read_metrics
+from jobs.stage_folders import last_metrics
+from pipeline.monitoring.telemetry import read_metrics
 last_metrics(Path(sys.argv[1]))
 print(account(read_metrics(Path(sys.argv[1]), None)).line())
 """

@@ -16,13 +16,12 @@ from pathlib import Path
 
 from data.checks import few, printable_lines
 from data.errors import DataError, ExitCode, UsageError
-from jobs.stage_folders import CHECKPOINTS, RECORD, TABLE, StageFolder, stage_at, stages_in
+from jobs.stage_folders import CHECKPOINTS, RECORD, TABLE, StageFolder, last_metrics, stage_at, stages_in
 from jobs.terminal import for_stream
 from models.checks import did_you_mean
 from models.weights.folder import CONFIG
 from pipeline.artifacts import TASK
 from pipeline.checkpoints.manifest import committed, step_of
-from pipeline.monitoring.telemetry import last_metrics
 
 # Files that a command may need from a stage → their names in messages. Data sets are named by their own names.
 READS = {

@@ -14,7 +14,6 @@ import hashlib
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -91,24 +90,6 @@ def read_done(folder: Path) -> dict[str, Any] | None:
     return read_record(path)
 
 
-def started_s(folder: Path) -> float:
-    """Return the Unix time, in seconds, at which a stage first started."""
-    return recorded_s(folder / "stage.json", "started")
-
-
-def recorded_s(path: Path, entry: str) -> float:
-    """Return the Unix time that a record stores under `entry`, or the file's mtime if the entry is missing.
-
-    The mtime is also returned if the record is truncated or altered.
-    """
-    # The stage's status line reports altered records.
-    with suppress(DataError):
-        moment = read_record(path).get(entry)
-        if moment is not None:
-            return moment
-    return path.stat().st_mtime
-
-
 def requested_steps(stage: Path) -> list[int]:
     """Return the steps with a pending evaluation request, the oldest first."""
     steps = []
@@ -135,11 +116,6 @@ def digest_of(path: Path) -> FileRecord:
     with path_in_errors(path), open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": sha256}
-
-
-def record_weights(folder: Path, values: Mapping[str, object]) -> None:
-    """Write provenance.json for weights outside a run: `values`, such as their origin, and the files' digests."""
-    write_record(folder / PROVENANCE, {**values, "files": digests(folder, WEIGHT_FILES)})
 
 
 class DigestRecord(NamedTuple):

@@ -66,7 +66,7 @@ COMMANDS = """
 78 run photos/cat/0.jpg                       => photos/cat/0.jpg is not UTF-8 text|expected a recipe (a YAML file)
 64 status tiny.yaml                           => no run at|expected a run directory or a stage's folder in it
 64 checkpoints list runs/none                 => no checkpoints in|expected a run directory
-64 checkpoints verify runs/none --step ten    => Invalid value for '--step'
+64 checkpoints verify runs/none --step ten    => checkpoints verify was changed|checkpoints verify runs/none/step-ten
 64 replay runs/none step=120                  => no run at runs/none|expected a run directory
 64 audit runs/none                            => no run at runs/none
 64 status .                                   => no run at
@@ -84,11 +84,11 @@ COMMANDS = """
 78 export weights out --format hf --preprocess resize(8 => lacks a bracket
 64 export                                     => Missing argument 'WEIGHTS'|jobs export runs/photos/pretrain exported
 64 export weights                             => Missing argument 'TARGET'|exported --format timm
-64 export weights out                         => Missing option '--format'|safetensors, npz, pth, timm, hf|--format timm
+64 export weights out.npz                     => out.npz is named like a .npz file|expected a name without .npz
 64 export weights out --format onnx           => 'onnx' is not one of
 65 export runs/none out --format hf           => no file or folder at runs/none
 65 export photos out --format hf              => cannot load photos|contains neither model.json
-64 new photos --minutes 0                     => --minutes is 0, expected a training time|pass --minutes 10
+64 new photos --minutes 0                     => --minutes is 0, expected a finite training time|pass --minutes 10
 78 new photos --model S16                     => S16 is not a model name; did you mean S/16?
 65 new photos --init photos                   => contains no weights|expected RUN/STAGE
 64 new loose --init weights                   => --init needs labels for fine-tuning|omit --init
@@ -246,7 +246,7 @@ RECIPES: dict[str, tuple[str | bytes, int, str]] = {
         78,
         "not UTF-8 text: invalid byte at 12, in line 1",
     ),
-    "UTF-16": (TINY.encode("utf-16"), 78, "not UTF-8 text|saved as UTF-8"),
+    "UTF-16": (TINY.encode("utf-16"), 78, "is UTF-16 text|iconv -f UTF-16 -t UTF-8 recipe.yaml|saved as UTF-8"),
     "a control character": (TINY.replace("tiny", "ti\x07ny"), 78, "text without control characters"),
     "a list for a section": (TINY.replace("optim: {", "optim: [{").replace("}}", "}}]"), 78, "expected a section"),
     "a stage without content": (TINY + "finetune:\n", 78, "finetune is null, expected a stage's section"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +67,11 @@ class IndexJournal:
 
     def __exit__(self, *_: object) -> None:
         self.journal.__exit__()
+        # A command without a finished shard leaves nothing behind.
+        if not self.records:
+            self.journal.path.unlink(missing_ok=True)
+            with suppress(OSError):  # the folder has other files
+                self.path.parent.rmdir()
 
     def has(self, shard: str, size: int) -> bool:
         """Return whether a shard with this name and size in bytes is finished."""

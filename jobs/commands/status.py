@@ -19,12 +19,12 @@ from jobs.commands.arguments import Debug, Run
 from jobs.named_stages import find_stage
 from jobs.ownership import RAY_JOB
 from jobs.run.reading import read_command, read_outcome, stage_folders
-from jobs.stage_folders import RECORD, STAGE_FOLDER
+from jobs.stage_folders import RECORD, STAGE_FOLDER, last_metrics
 from models.weights.folder import CONFIG
 from pipeline import artifacts
 from pipeline.artifacts import requested_steps
 from pipeline.checkpoints import manifest
-from pipeline.monitoring.telemetry import Account, account, last_metrics, read_metrics
+from pipeline.monitoring.telemetry import Account, account, read_metrics
 from pipeline.values import amount, duration
 
 if TYPE_CHECKING:  # imports the object-store clients, which a local run does not need

@@ -37,7 +37,7 @@ from pipeline import artifacts
 from pipeline.architecture import preprocessing_of
 from pipeline.config import differences, require
 from pipeline.evaluation import any_weights
-from pipeline.extras.recorded_origin import recorded_form, recorded_loss
+from pipeline.extras.recorded_origin import record_weights, recorded_form, recorded_loss
 from pipeline.identity import code_version
 from pipeline.training_config import check_ops
 from pipeline.variables import restored
@@ -127,7 +127,7 @@ def import_foreign(
         # Needed by an export: the loss used to train the head, and the original format of the weights.
         origin = {"loss": recorded_loss(path), "form": recorded_form(path)}
         record |= {name: value for name, value in origin.items() if value is not None}
-        artifacts.record_weights(made, record)
+        record_weights(made, record)
     lines += described(model, path, names, preprocessing, verification)
     lines.append(f"written  {directory}")
     return Answer({**facts(model, path, names, preprocessing), "written": directory, "report": lines}, report_lines)
@@ -203,7 +203,7 @@ def weights_of(source: str, target: str, format: str) -> Iterator[tuple[str, str
                 record["loss"] = task["config"]["loss"]
             models.save_weights(weights_in(folder, model), temporary, model, writing=atomic_file, **exported_with)
             # Not the manifest, because its digests do not apply to the exported file.
-            artifacts.record_weights(Path(temporary), record)
+            record_weights(Path(temporary), record)
             yield temporary, address
 
 
@@ -266,7 +266,7 @@ def converted(directory: str, name: str, path: str, format: str, preprocess: str
             }
             origin: dict[str, object] = {"loss": loss, "form": form}
             record |= {name: value for name, value in origin.items() if value is not None}
-            artifacts.record_weights(made, record)
+            record_weights(made, record)
     lines = described(model, name, names, preprocessing, verification)
     # 3. Report differences between the configs, and between the outputs for one random image.
     for change in differences(models.to_dict(config), models.to_dict(exported.config)).values():

@@ -30,6 +30,7 @@ from data.index.document import load_index
 from data.index.index import Index
 from data.storage import Folder, Storage
 from jobs.run.reading import outcome_of, read_command, read_incidents, stage_folders
+from jobs.stage_folders import started_s
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import Account, Record, account, read_metrics
 from pipeline.values import counted, duration
@@ -333,7 +334,7 @@ def setup_of(stage: StageHistory) -> dict[str, str]:
             changes.append(f"{name.replace('_', ' ')} {config[name]:g}")
 
     # 4. Time and devices; consecutive attempts on equal devices are listed once.
-    when = time.strftime(CLOCK, time.localtime(artifacts.started_s(stage.folder)))
+    when = time.strftime(CLOCK, time.localtime(started_s(stage.folder)))
     if stage.records:
         ended = time.strftime(CLOCK, time.localtime(stage.records[-1]["time"]))
         when += f" to {ended.removeprefix(when[:DATE])}"

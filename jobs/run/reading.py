@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from data.storage import Storage
 from jobs.ownership import LOST_PERIODS, LeaseRecord, holder_state
-from jobs.stage_folders import STAGE_FOLDER
+from jobs.stage_folders import STAGE_FOLDER, started_s
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import TAIL_BYTES, Record, records_in, without_single_seeds
 
@@ -91,7 +91,7 @@ def stage_folders(path: Path) -> tuple[Path, list[Path]]:
     if (path / "stage.json").exists():
         return path.parent, [path]
     folders = [record.parent for record in path.glob("*/stage.json")]
-    return path, sorted(folders, key=artifacts.started_s)
+    return path, sorted(folders, key=started_s)
 
 
 # ------------------------------------------------------------------------ a stage

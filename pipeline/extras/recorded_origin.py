@@ -1,7 +1,7 @@
-"""Find out how weights were trained or imported, from their records or from another project's files."""
+"""Record the origin of weights outside a run, and find out how weights were trained or imported."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,12 @@ from models.weights.folder import CONFIG, THEIR_CONFIG, foreign
 from pipeline import artifacts
 from pipeline.evaluation.any_weights import UNREADABLE
 from pipeline.variables import restored
+
+
+def record_weights(folder: Path, values: Mapping[str, object]) -> None:
+    """Write provenance.json for weights outside a run: `values`, such as their origin, and the files' digests."""
+    files = artifacts.digests(folder, artifacts.WEIGHT_FILES)
+    artifacts.write_record(folder / artifacts.PROVENANCE, {**values, "files": files})
 
 
 def recorded_loss(path: str) -> str | None:

@@ -7,8 +7,8 @@
        {"kind": "train", "time": 1764071.3, "attempt": 1, "step": 50, "loss": 2.841, …, "crc": "9a3c01fe"}
        step 50/700000  loss 2.841  lr 4.0e-6  grad 0.42  img/s 41.2k  wait 1%  eta 3d04h
 
-3. The driver follows log.txt and prints it; `read_metrics` and `last_metrics` read the records. Reading 14,000 records
-   of 50 steps each (38 MB) takes 0.6 s.
+3. The driver follows log.txt and prints it; `read_metrics` reads the records. Reading 14,000 records of 50 steps each
+   (38 MB) takes 0.6 s.
    Each record ends with the CRC-32 of the rest of its line, and `read_metrics` rejects a damaged line. Records written
    by versions without this field are read without verification.
 4. `account` computes from the records how the wall time of all attempts was spent:
@@ -457,25 +457,6 @@ def is_json_object(line: bytes) -> bool:
         return isinstance(json.loads(line), dict)
     except ValueError:
         return False
-
-
-def steps_in(report: Record) -> range:
-    """Return the steps, counted from 1, whose losses a training record contains."""
-    return range(report["step"] - len(report["losses"]) + 1, report["step"] + 1)
-
-
-def last_metrics(directory: Path) -> Record | None:
-    """Return the newest training record, reading only the end of metrics.jsonl; None if there is none."""
-    path = directory / "metrics.jsonl"
-    if not path.exists():
-        return None
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = file.read().splitlines()  # the first may be incomplete
-    for record in records_in(reversed(lines), path):
-        if record["kind"] == "train":
-            return record
-    return None
 
 
 def without_single_seeds(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -32,8 +32,9 @@ from omegaconf import OmegaConf
 from data.errors import ExitCode
 from data.index.document import load_index
 from data.order import Ledger, Order
+from jobs.stage_folders import last_metrics
 from pipeline.checkpoints.manifest import committed, read_manifest
-from pipeline.monitoring.telemetry import Record, account, last_metrics, read_metrics
+from pipeline.monitoring.telemetry import Record, account, read_metrics
 from pipeline.recipe import read_recipe
 from tests.support import hosts, recipes
 from tests.support.demo import step_losses

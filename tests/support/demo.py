@@ -28,8 +28,9 @@ from jobs.run.reading import StatusMessage
 from jobs.run.session import run_campaign
 from jobs.run.watchers import Watcher
 from pipeline.checkpoints.manifest import Manifest, committed, read_manifest, step_of
+from pipeline.extras.replays.batch import steps_in
 from pipeline.identity import workers_per_gpu
-from pipeline.monitoring.telemetry import read_metrics, steps_in
+from pipeline.monitoring.telemetry import read_metrics
 from tests.support import campaigns
 from tests.support.worker_records import records
 

@@ -12,6 +12,7 @@
 """
 
 import json
+import math
 import re
 import shlex
 from dataclasses import replace
@@ -86,9 +87,9 @@ def new(
         raise UsageError(
             f"--output {recipe}: the folder {recipe.parent} does not exist\n  create it, or use another folder"
         )
-    if minutes is not None and not minutes > 0:
+    if minutes is not None and not 0 < minutes < math.inf:
         raise UsageError(
-            f"--minutes is {minutes:g}, expected a training time greater than 0\n"
+            f"--minutes is {minutes:g}, expected a finite training time greater than 0\n"
             "  pass --minutes 10, or omit the option"
         )
     if model is not None:

@@ -13,7 +13,6 @@ from data.checks import printable
 from data.errors import UsageError
 from data.files import atomic_file
 from jobs.extras.replays.trained import find_trained
-from pipeline.monitoring.telemetry import steps_in
 
 
 def replay(run: str, step: str, target: str | None) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def replay(run: str, step: str, target: str | None) -> dict[str, Any]:
         raise UsageError(f"{step!r} is not a step\n  expected step=N, with a number of at least 1 as in the log")
     number = int(text)
     # Imported after the checks, because it imports torch, which takes seconds.
-    from pipeline.extras.replays.batch import TrainedStage
+    from pipeline.extras.replays.batch import TrainedStage, steps_in
 
     stage = TrainedStage(folder)
     batch = stage.batch(number)

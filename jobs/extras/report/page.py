@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from jobs.extras.report import charts
 from jobs.extras.report.charts import Line, Mark
 from jobs.extras.report.pictures import SAMPLES, Album, Gallery
 from jobs.extras.studies.chart import study_chart
+from jobs.stage_folders import started_s
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
 from pipeline.extras.usage import FILES as USAGE_FILES
@@ -387,8 +389,8 @@ def usage_charts(stage: StageHistory) -> list[Markup]:
             for record in records:
                 with suppress(ValueError, LookupError, TypeError):
                     values = np.array(record.get(name, []), float)
-                    started_s = float(record["started"]) - artifacts.started_s(stage.folder)
-                    x.append(started_s + float(record["interval_s"]) * np.arange(1, len(values) + 1))
+                    offset_s = float(record["started"]) - started_s(stage.folder)
+                    x.append(offset_s + float(record["interval_s"]) * np.arange(1, len(values) + 1))
                     # A gap separates attempts.
                     x.append(x[-1][-1:])
                     y += [values, np.full(min(len(values), 1), np.nan)]
@@ -464,12 +466,17 @@ def document_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
             for entry in result["classes"]:
                 counts[entry["id"]] = (entry["samples"], round(entry["value"] * entry["samples"]))
                 names[entry["id"]] = entry["name"]
-            confusion = confusion_of(counts, result["confusions"], lambda label, of=names: of.get(label) or str(label))
+            confusion = confusion_of(counts, result["confusions"], partial(name_in, names))
             matrices.append((result["set"]["name"], confusion))
         for name, entry in result["values"].items():
             interval = (float(entry["low"]), float(entry["high"]))
             rows.append((result["set"]["name"], name, float(entry["value"]), interval, int(entry["samples"])))
     return {"rows": rows, "matrices": matrices}
+
+
+def name_in(names: Mapping[int, str | None], label: int) -> str:
+    """Return the name of a class; its id if it has none."""
+    return names.get(label) or str(label)
 
 
 def figure_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from pipeline.checkpoints.manifest import committed, read_manifest, step_of
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.extras.branches import link_checkpoint
 from pipeline.extras.recorded_config import recorded_config
-from pipeline.monitoring.telemetry import Record, read_metrics, steps_in
+from pipeline.monitoring.telemetry import Record, read_metrics
 from pipeline.training_config import TrainConfig, phase_at
 from pipeline.training_data import steps_of, training_loader, training_order
 from pipeline.variables import restored
@@ -228,3 +228,8 @@ def rebuild(
     batch = next(iter(loader))
     images = batch.images.permute(0, 2, 3, 1).cpu().numpy()  # (B, 3, S, S) → (B, S, S, 3)
     return Rebuilt(images, batch.labels.numpy(), batch.ids.numpy(), list(batch.bad), index)
+
+
+def steps_in(report: Record) -> range:
+    """Return the steps, counted from 1, whose losses a training record contains."""
+    return range(report["step"] - len(report["losses"]) + 1, report["step"] + 1)

@@ -15,6 +15,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import psutil
+import pyarrow.parquet
 import pytest
 
 from data.index.document import load_index
@@ -110,10 +111,14 @@ def test_other_sources_can_be_packed(photos, tmp_path, capsys, source, samples, 
         (
             ["pack", "parquet", "COLUMNS", "OUT"],
             65,
-            "found foo, bar\n  rename the columns: images can be called image, ",
+            "found foo, bar\n  rename the columns: images can be called image",
         ),
         (["index", "ZERO"], 65, "zero.tar: empty, 0 bytes\n  expected a tar: copy, download or pack it again"),
-        (["index", "ZIP"], 65, "zip.tar: a zip archive, expected a tar\n  unpack it, then pack the images"),
+        (
+            ["index", "ZIP"],
+            65,
+            "zip.tar: a zip archive, expected a tar\n  unpack it, then run python -m jobs pack",
+        ),
         (["pack", "table", "TYPO", "OUT"], 65, "labels [99999999999999999999], expected one or more of 0 … 999999"),
         (["index", "s3://bucket/set"], 65, "--output"),
         (["data", "check", "s3://bucket/set"], 65, "an index must be local"),
@@ -132,7 +137,7 @@ def test_invalid_sources_and_data_sets_are_refused(photos, tmp_path, capsys, arg
         places[name[:4].upper()] = tmp_path / name
     with zipfile.ZipFile(tmp_path / "zip.tar", "w") as archive:
         archive.writestr("a.jpg", "")
-    parquet.write_table(Table.from_pydict({"foo": [1], "bar": ["a"]}), tmp_path / "columns.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pydict({"foo": [1], "bar": ["a"]}), tmp_path / "columns.parquet")
     places |= {"ZIP": tmp_path / "zip.tar", "COLUMNS": tmp_path / "columns.parquet"}
     assert main([str(places.get(word, word)) for word in arguments]) == code
     error = capsys.readouterr().err

@@ -41,6 +41,12 @@ from tests.support.golden import GOLDEN
 LOCAL = ("cluster.backend=processes", "micro_batch=32")
 
 
+def record_weights(folder: Path) -> None:
+    """Record the digests of imported weights."""
+    files = artifacts.digests(folder, artifacts.WEIGHT_FILES)
+    artifacts.write_record(folder / artifacts.PROVENANCE, {"files": files})
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a read-only folder with two data sets of named digits, and random weights with the same class names."""
@@ -50,7 +56,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = models.from_config(models.config_of("mu/8", 16, 10), torch.Generator().manual_seed(0))
     torch.nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
     models.save(model, folder / "weights", class_names=DIGITS)
-    artifacts.record_weights(folder / "weights", {})
+    record_weights(folder / "weights")
     return folder
 
 
@@ -247,7 +253,7 @@ def test_only_a_changed_data_set_or_protocol_is_evaluated_again(
     model = models.load(tmp_path / "weights")
     model.head.weight.data *= 2
     models.save(model, tmp_path / "weights", class_names=DIGITS)
-    artifacts.record_weights(tmp_path / "weights", {})
+    record_weights(tmp_path / "weights")
     judged(world, tmp_path, "--protocol", "top-1", weights=str(tmp_path / "weights"))
     assert workers.asked[6:] == [("test", "top-1")], "other weights"
 
@@ -398,7 +404,7 @@ def test_weights_are_evaluated_with_their_recorded_preprocessing(
     ops = "resize_small(20)|central_crop(16)"
     model = models.load(world / "weights")
     models.save(model, tmp_path / "weights", class_names=DIGITS, preprocessing=preprocessing_of(ops, model.config))
-    artifacts.record_weights(tmp_path / "weights", {})
+    record_weights(tmp_path / "weights")
     squash = "resize((16, 16))"
     other = "resize(16, antialias=True)"
     cases = [

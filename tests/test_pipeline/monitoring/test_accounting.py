@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from data.errors import DataError
-from pipeline.monitoring.telemetry import Account, account, last_metrics, read_metrics
+from jobs.stage_folders import last_metrics
+from pipeline.monitoring.telemetry import Account, account, read_metrics
 
 pytestmark = pytest.mark.quick
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from data.errors import DataError
+from jobs.stage_folders import last_metrics
 from pipeline.monitoring.telemetry import (
     Telemetry,
     Window,
     damaged_lines,
-    last_metrics,
     log_line,
     memory_gb,
     read_metrics,

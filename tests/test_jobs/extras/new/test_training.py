@@ -64,8 +64,9 @@ def test_labels_packed_sets_and_file_names_determine_the_recipe(tmp_path, capsys
     for words, code, message in (
         (["tars"], 65, "to use only the other files, run python -m jobs new 'tars/digits-*.tar'"),
         ([several[0], "tars/more.tar"], 64, "no folder or pattern matches exactly these"),
-        (["tars", "--minutes", "0"], 64, "--minutes is 0, expected a training time"),
-        (["tars", "--minutes", "nan"], 64, "--minutes is nan, expected a training time"),
+        (["tars", "--minutes", "0"], 64, "--minutes is 0, expected a finite training time"),
+        (["tars", "--minutes", "nan"], 64, "--minutes is nan, expected a finite training time"),
+        (["tars", "--minutes", "1e999"], 64, "--minutes is inf, expected a finite training time"),
     ):
         assert main(["new", *words, "--output", "other.yaml"]) == code
         assert message in capsys.readouterr().err
