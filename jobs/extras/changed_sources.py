@@ -32,7 +32,7 @@ from jobs.stages.pack import PackExtra
 from pipeline.artifacts import DONE
 from pipeline.values import counted
 
-MANY = 20_000  # samples; listing and comparing them takes 0.6 to 0.8 s of a core (docs/runs.md)
+MANY = 20_000  # samples; listing and comparing them takes 0.6 to 0.8 s of a core (docs/data-sets.md)
 MAX_NAMES = 3  # changed images named in a report
 OWN_FILES = (SUFFIX, ".npy", ".columns")  # files that indexing may write next to tars
 
