@@ -86,7 +86,7 @@ TRAINING_EXTRAS = (
 )
 # Stage kinds by their name in a recipe, each followed by its extras. Extras may be missing from a checkout.
 KINDS = {
-    "pack": "jobs.stages.pack:Pack",
+    "pack": "jobs.stages.pack:Pack jobs.extras.changed_sources:ChangedSources",
     "pretrain": " ".join(["jobs.stages.training:Pretrain", *TRAINING_EXTRAS]),
     "resize": "jobs.stages.resize:Resize",
     "finetune": " ".join(["jobs.stages.training:Finetune", *TRAINING_EXTRAS]),

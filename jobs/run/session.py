@@ -155,7 +155,8 @@ class Session:
         """Log why a finished stage is skipped, which settings have changed, and how to evaluate it again."""
         directory = self.campaign.directory(stage)
         end = "diverged" if DIVERGED in outcome else "finished"
-        line = f"{stage.name}: skipped, {end} with the same config and inputs (key {stage.key[:8]})"
+        inputs = " and inputs" if stage.inputs else ""  # of a pack stage, the key does not include the source's images
+        line = f"{stage.name}: skipped, {end} with the same config{inputs} (key {stage.key[:8]})"
         warnings = changed_warnings(directory, stage)
         fields, commands = stage.kind.repeat_evaluation(self.campaign, stage, warnings)
         changes = [warnings.pop(field) for field in fields if field in warnings]

@@ -1,9 +1,7 @@
 """The pack stage: pack images into WebDataset shards with an index, as `python -m jobs pack` does without a recipe."""
 
 import shlex
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +19,8 @@ from data.shards.indexing import build_index, pinned, problem_of
 from data.shards.packing import pack
 from data.shards.reader import MAX_LINES, unusable_shards
 from data.shards.subset import Part, make_subsets, summary
-from data.sources.folders import files_of, folder_classes, images_below
+from data.sources.folders import files_of, folder_classes
 from data.sources.numbering import Numbering
-from data.walk import class_folders_in
 from jobs.progress import ProgressMeter
 from jobs.resolved_recipe import Available, CheckResult, Context, MissingInput, Reads, Stage, StageKind
 from jobs.sets import (
@@ -99,6 +96,18 @@ def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> di
     return problems
 
 
+class PackExtra:
+    """Base class for extras of pack stages; its methods do nothing by default."""
+
+    def record(self, set_config: SetConfig) -> Mapping[str, object]:
+        """Return additional entries for the record of a packed data set in done.json."""
+        return {}
+
+    def check_outputs(self, stage: Stage, done: Mapping[str, Any], available: Available) -> Iterable[CheckResult]:
+        """Check a finished pack stage whose files are complete (`StageKind.check_outputs`)."""
+        return ()
+
+
 class Pack(StageKind):
     """The stage kind that packs images into data sets."""
 
@@ -112,6 +121,9 @@ class Pack(StageKind):
     }
     files = ("sets.*.root", "sets.*.wnids", "sets.*.real", "sets.*.names")
     needs_workers = False
+
+    def __init__(self, extras: Sequence[PackExtra] = ()) -> None:
+        self.extras = tuple(extras)
 
     def run(self, cfg: PackConfig, context: Context) -> dict[str, object]:
         """Pack each data set into a separate folder. If the stage was killed, running it again resumes it."""
@@ -194,6 +206,8 @@ class Pack(StageKind):
             packed[name] = {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
             if set_config.path is not None and "://" in set_config.path:
                 packed[name]["source"] = redacted(set_config.path)
+            for extra in self.extras:
+                packed[name].update(extra.record(set_config))  # type: ignore[typeddict-item]  # defined by extras
         return {"sets": packed, "samples_seen": samples_seen}
 
     def is_input(self, cfg: PackConfig, field_name: str) -> bool:
@@ -248,7 +262,7 @@ class Pack(StageKind):
         """Raise DataError if an index, table or shard of a finished stage is missing or has the wrong size.
 
         Shards listed in any stage's `data.drop` may be missing. The content of shards is verified when they are read.
-        Yields a warning if images were added to a source folder or removed from it after packing.
+        The extras may yield warnings, for example about a source that has changed since it was packed.
         """
         campaign = available.campaign
         folder = campaign.directory(stage)
@@ -277,20 +291,8 @@ class Pack(StageKind):
             lines.append(f"  {removal}")
             lines.append("  and run the recipe again")
             raise DataError("\n".join(lines))
-        packed_at = done.get("finished", (folder / DONE).stat().st_mtime)
-        for name, set_config in stage.config.sets.items():
-            if set_config.source != "folder" or set_config.keep:
-                continue
-            # A packed data set no longer depends on its source, so an unreadable source is not an error.
-            with suppress(OSError):
-                images = images_if_newer(Path(set_config.path), packed_at, set_config.unlabelled)
-                before = packed[name]["samples"]  # includes images that cannot be decoded
-                if images is not None and images != before:
-                    text = (
-                        f"{stage.name}: {set_config.path} now has {counted(images, 'image')}, but {name} was packed "
-                        f"from {before} and is not packed again (to pack it in a new run, set run=FOLDER)"
-                    )
-                    yield CheckResult("WARN", "files", text)
+        for extra in self.extras:
+            yield from extra.check_outputs(stage, done, available)
 
 
 def report_set(name: str, index: Index, context: Context) -> None:
@@ -299,20 +301,3 @@ def report_set(name: str, index: Index, context: Context) -> None:
     context.log(f"{name}: {index.samples} samples in {counted(len(index.shards), 'shard')}, {classes}")
     for line in index.refused.lines("refused: "):
         context.log(f"{name}: {line}")
-
-
-# ------------------------------------------------------------------------ source folders
-
-
-def images_if_newer(root: Path, moment: float, unlabelled: bool) -> int | None:
-    """Count the images in a folder; return None if the folder has not changed since `moment` (Unix time, s)."""
-    # Compare modification times of folders first, because listing a million images would be slow.
-    folders = [root]
-    if root.is_dir():
-        folders += [root / name for name in class_folders_in(root)]
-    if not any(path.exists() and path.stat().st_mtime > moment for path in folders):
-        return None
-    images = 0
-    for path in [root] if unlabelled else folders[1:]:
-        images += len(images_below(path, Counter()))
-    return images

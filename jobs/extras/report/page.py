@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from jobs.extras.report import charts
 from jobs.extras.report.charts import Line, Mark
 from jobs.extras.report.pictures import SAMPLES, Album, Gallery
 from jobs.extras.studies.chart import study_chart
-from jobs.stage_folders import started_s
+from jobs.stage_folders import RECORD, started_s
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
 from pipeline.extras.usage import FILES as USAGE_FILES
@@ -47,6 +48,7 @@ MAX_RESULTS = 6  # maximum number of results in the first line of the report
 MAX_ROWS = 200  # maximum number of rows of a table
 OF_SET = re.compile(r"set .*: (tar|class) ")  # name of a difference in a tar or class of a data set
 DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
+MAX_COMPARED = 2_000_000  # maximum number of samples whose positions are compared
 MAX_LINES = 12  # maximum number of lines in a chart
 MAX_FADED = 40  # maximum number of grey lines, for further runs
 THIN = 40  # buckets of a grey line
@@ -291,6 +293,8 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         # A subset uses the same tars as its parent data set, so show the parent's path too.
         if index.origin is not None:
             sets[-1]["parent"] = os.path.normpath(index.tables / index.origin.index / "..")
+        sets[-1]["source"] = source_of(index)
+    overlap = shared_samples(stage.sets)
     seconds = asdict(stage.account)
     # A killed command records no incident, but the next attempt shows that it has ended.
     consequences = [incident.consequence for incident in stage.incidents]
@@ -314,7 +318,38 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         "seconds": seconds,
         "failures": failures,
         "sets": sets,
+        "overlap": overlap,
     }
+
+
+def source_of(index: Index) -> str:
+    """Return the folder, file or URL from which the tars of a data set were packed; "" if no record names it."""
+    folder = Path(index.directory)
+    with suppress(PatchlineError, OSError, ValueError, LookupError, TypeError):
+        done = artifacts.read_record(folder.parent / artifacts.DONE)
+        config = artifacts.read_record(folder.parent / RECORD)["config"]["sets"][folder.name]
+        url = done["sets"][folder.name].get("source")
+        return str(url or restored(config, folder)["path"] or config["source"])
+    return ""
+
+
+def shared_samples(sets: Mapping[str, object]) -> str:
+    """Compare the sample lists of the first two data sets in the same folder of tars; "" if there are none.
+
+    Samples are compared by their position in the tars. Large data sets are not compared.
+    """
+    indexes = [(name, index) for name, index in sets.items() if isinstance(index, Index)]
+    for (name, index), (other_name, other) in pairwise(indexes):
+        if index.directory != other.directory or index.samples + other.samples > MAX_COMPARED:
+            continue
+        shared = 0
+        with suppress(PatchlineError, OSError):
+            for number, shard in enumerate(index.shards):
+                if shard.name in other.numbers:
+                    rows = index.table(number)["image"]
+                    shared += len(np.intersect1d(rows, other.table(other.numbers[shard.name])["image"]))
+            return f"{name} and {other_name} are in the same tars and share {shared:,} samples"
+    return ""
 
 
 def confusion_of(

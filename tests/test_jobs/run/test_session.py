@@ -61,7 +61,7 @@ def test_stage_runs_once_and_is_skipped_by_the_next_command(packing, capsys) -> 
     assert again["skipped"]
     assert first.events == ["exit code 0"], "a skipped stage sends no status"
     stage = packing.stages[0]
-    line = f"shards: skipped, finished with the same config and inputs (key {stage.key[:8]})"
+    line = f"shards: skipped, finished with the same config (key {stage.key[:8]})"
     assert line in capsys.readouterr().out
 
 

@@ -435,6 +435,27 @@ def test_digests_are_shortened():
     assert page.short(f"{'ab' * 32} and {'12' * 8}") == f"{'ab' * 6} and {'12' * 8}"
 
 
+def test_the_source_of_a_packed_set_and_of_its_parts_is_shown_with_shared_samples(tmp_path, shards):
+    folder = make_run(tmp_path / "run", shards)
+    packed = tmp_path / "run" / "shards-1a2b3c4d"
+    shutil.copytree(shards / "train", packed / "train")
+    config = {"sets": {"train": {"source": "folder", "path": "photos/sorted"}}}
+    artifacts.write_record(packed / "stage.json", {"config": config})
+    artifacts.write_record(packed / "done.json", {"seconds": 1.0, "sets": {"train": {"samples": 1442}}})
+    whole = load_index(packed / "train")
+    parts = tmp_path / "run" / "parts-1a2b3c4d"
+    # The halves overlap in a fifth of the samples.
+    for name, part in (("train", ":60%"), ("held-out", "40%:")):
+        make_subset(whole, parts / name, Rule(part=part, seed=0), name=name)
+    change(folder / "task.json", "job", "train", value=[str(parts / "train")])
+    change(folder / "task.json", "job", "evaluate", value=str(parts / "held-out"))
+    shown = Tables(write_report([tmp_path / "run"], tmp_path / "page.html", with_replay=False).read_text())
+    for name in ("train", "evaluation"):
+        assert " ".join(shown.row(name)[4].split()).endswith("packed from photos/sorted")
+    samples = [load_index(parts / name).samples for name in ("train", "held-out")]
+    assert f"share {sum(samples) - 1442:,} samples" in shown.text
+
+
 def test_two_parts_of_a_set_are_shown_with_their_folders_rules_and_samples(tmp_path, shards):
     folder = make_run(tmp_path / "run", shards)
     whole = load_index(shards / "train")
@@ -450,6 +471,7 @@ def test_two_parts_of_a_set_are_shown_with_their_folders_rules_and_samples(tmp_p
         samples.append(int(of_set[1].replace(",", "")))
         assert of_set[2:4] == ["10", f"parts-1a2b3c4d/{of_run}"]
         assert of_set[4].startswith(f"part {part}, seed 0 of {shards / 'train'}, in 15 tars, ")
+    assert "train and evaluate are in the same tars and share 0 samples" in shown.text
     # A fifth of each of the ten classes of digits is held out.
     assert sum(samples) == 1442
     assert abs(samples[1] - 1442 / 5) <= 10
