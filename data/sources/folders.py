@@ -103,7 +103,7 @@ def merged_folders(sub_folders: Mapping[str, Sequence[str]]) -> str:
     if not merged:
         return ""
     examples = [f"{printable(name)}: {preview(folders)}" for name, folders in list(merged.items())[:3]]
-    more = f"; and {len(merged) - 3} other classes" if len(merged) > 3 else ""
+    more = f"; and {len(merged) - 3} more" if len(merged) > 3 else ""
     return f"images in sub-folders count for the class of the folder above ({'; '.join(examples)}{more})"
 
 
