@@ -260,8 +260,11 @@ def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None
     if are_too_many_bad:
         raise DataError(
             f"{bad_share}\n"
+            f"  the limit applies to at least {BAD_GRACE:,} samples, and an image counts again in each pass\n"
             "  log.txt lists examples; to count all of them by reason, run\n"
-            f"  python -m jobs data check {' or '.join(worker.job.train)}"
+            f"  python -m jobs data check {' or '.join(worker.job.train)}\n"
+            f"  to accept them, set data.max_bad_fraction={2 * progress.bad_samples / samples_seen:.1g} of this stage, "
+            "and run the same command again"
         )
 
 

@@ -64,7 +64,7 @@ from data.walk import HIDDEN, SYSTEM_FOLDERS, class_folders_in, matching
 TRAIN = ("train", "training")
 # Names of the part to evaluate on, in order of preference: a test set is used only if there is no validation set.
 TEST = ("val", "validation", "valid", "test", "testing", "eval", "dev")
-OPENED = 256  # images whose headers are read
+OPENED = 1000  # images whose headers are read: all of a small set, so that `new` names its files that are no images
 KEPT = 32  # images whose bytes are kept, to measure the decoding speed
 MAX_NAMED = 5  # file types named in a note
 WORD = re.compile(r"[a-z]+")  # words of a lower-case file name: cifar10-train-000.tar has cifar, train, tar

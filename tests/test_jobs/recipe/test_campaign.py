@@ -355,9 +355,9 @@ def test_warm_up_as_long_as_the_stage_is_reported(recipe, capsys):
         # 0.02 passes over 1,442 samples are two batches of 16
         (["pretrain.steps=null", "pretrain.passes=0.02"], 78, "set pretrain.optim.schedule.warmup_steps=0"),
         (["pretrain.stall_s=-1"], 78, "stall_s is -1.0, expected more than 0"),
-        (["pretrain.data.cache.timeout_s=nan"], 78, "cache.timeout_s is nan, expected more than 0"),
+        (["pretrain.data.cache.timeout_s=nan"], 78, "cache.timeout_s is nan, expected a finite number, more than 0"),
         (["cluster.backoff_s=-1"], 78, "backoff_s is -1.0, expected 0 or more"),
-        (["pretrain.optim.lr=nan"], 78, "optim.lr is nan, expected more than 0"),
+        (["pretrain.optim.lr=nan"], 78, "optim.lr is nan, expected a finite number, more than 0"),
         (["pretrain.model.head_bias=nan"], 78, "head_bias must be a number, found nan"),
         (["shqrds.kind=1"], 78, "shqrds.kind is 1, expected one of pack, pretrain"),
         (["={kind: resize}"], 78, "invalid override ={kind: resize}\n  expected key=value"),
