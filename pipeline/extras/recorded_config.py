@@ -17,6 +17,7 @@ HOOKS_OF_KEYS = {
     "pipeline.extras.best:KeepBest": {"keep_best", "patience"},
     "pipeline.extras.replays.spikes:SpikeSearch": {"health"},
     "pipeline.extras.engine_check.hook:EngineCheck": {"check_engine"},
+    "pipeline.extras.slow_worker.hook:SlowWorkers": {"name_slow_workers"},
 }
 REMOVED_KEYS = ("activation_gb",)  # removed keys, null in almost all old records
 

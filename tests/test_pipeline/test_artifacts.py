@@ -198,7 +198,7 @@ def test_imported_weights_are_verified_and_missing_digests_are_logged(made, tmp_
 
 def test_checkpoint_export_has_digests_and_a_sealed_model(made, tmp_path, capsys):
     folder = stage_folder(made, "pretrain")
-    export = ["checkpoints", "export", str(folder), "--to", str(tmp_path / "out")]
+    export = ["export", f"{folder}/step-24", str(tmp_path / "out")]
     for bit in some_bits(folder / "stage.json", 8, seed=14):
         with flipped(folder / "stage.json", bit):
             refused(export, folder / "stage.json", capsys)

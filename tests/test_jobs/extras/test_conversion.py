@@ -218,7 +218,7 @@ def test_the_next_commands_printed_for_a_run_in_a_store_work(recipe, shards, tmp
         for command in commands:
             assert main(shlex.split(command)[3:]) == 0, command
     verbs = [command.split()[3] for command in commands]
-    assert verbs == ["report", "evaluate", "export", "analyze"]
+    assert verbs == ["report", "evaluate", "export", "run", "analyze"]
 
 
 @pytest.mark.parametrize("command", ["import", "export"])

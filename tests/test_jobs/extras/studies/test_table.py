@@ -430,7 +430,7 @@ def test_divergence_is_an_outcome_in_a_sweep_and_a_failure_elsewhere(protocol):
 
         stage = loaded.stage(name)
         kind = with_methods(stage.kind, run=fail, checks=no_checks)
-        stage = replace(stage, kind=kind, parents={})
+        stage = replace(stage, kind=kind, parents={}, reads={})
         context = Context(loaded, stage, log.append, poll=lambda attempt, step: None, stop_requested=lambda: False)
         return run_stage(context, fresh=False)
 
