@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from data.sources.samples import digits
 from jobs.__main__ import main
@@ -17,15 +19,15 @@ from pipeline import artifacts
 RECIPE = """
 run: {folder}/run
 cluster: {{workers: 1, backend: processes}}
-shards: {{kind: pack, sets: {{train: {train}}}}}
+shards: {{kind: pack, restarts: {restarts}, sets: {{train: {train}}}}}
 """
 AGAIN = "; train is not packed again (to pack it in a new run, set run=FOLDER)"
 
 
-def packed(folder: Path, train: str) -> str:
+def packed(folder: Path, train: str, *, restarts: str = "false") -> str:
     """Write a recipe that packs `train`, run it, and return its path."""
     recipe = folder / "recipe.yaml"
-    recipe.write_text(RECIPE.format(folder=folder, train=train))
+    recipe.write_text(RECIPE.format(folder=folder, train=train, restarts=restarts))
     assert main(["run", str(recipe)]) == 0
     return str(recipe)
 
@@ -138,7 +140,7 @@ def test_a_missing_source_is_reported_and_an_unreadable_one_ignored(
 
 
 @pytest.mark.quick
-def test_excluded_classes_and_restart_markers_are_no_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_excluded_classes_are_no_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     images = class_folders(tmp_path)
     recipe = packed(tmp_path, f"{{path: {images}, keep: [class1]}}")
     shutil.copy(images / "class0/0.png", images / "class0/new.png")
@@ -148,6 +150,27 @@ def test_excluded_classes_and_restart_markers_are_no_change(tmp_path: Path, caps
     remove_class(images)
     assert main(["run", recipe]) == 0
     assert f"{images} can no longer be packed as train: " in capsys.readouterr().out
+
+
+def test_restart_markers_are_no_change_but_a_moved_jpeg_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Adding restart markers changes the size of each packed JPEG."""
+    images = tmp_path / "images"
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 3), np.uint8)
+    for number, image in enumerate(pixels):
+        path = images / f"class{number % 2}/{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+    recipe = packed(tmp_path, f"{{path: {images}}}", restarts="true")
+    (tar,) = (tmp_path / "run").glob("shards-*/train/*.tar")
+    with tarfile.open(tar) as shard:
+        sizes = {Path(member.name).name: member.size for member in shard if member.name.endswith(".jpg")}
+    assert sizes["0.jpg"] != (images / "class0/0.jpg").stat().st_size
+    capsys.readouterr()
+    assert main(["run", recipe]) == 0
+    assert "not packed again" not in capsys.readouterr().out
+    (images / "class0/0.jpg").rename(images / "class1/0.jpg")
+    assert main(["run", recipe]) == 0
+    assert "(1 moved: class0/0 → class1/0)" in capsys.readouterr().out
 
 
 @pytest.mark.quick
