@@ -70,7 +70,7 @@ def slow_workers(seconds: Seconds) -> list[SlowWorker]:
     if len(seconds) < 2:
         return []
     steady, bursts = are_slow(seconds)
-    found = []
+    slow = []
     for rank in np.flatnonzero(steady | bursts).tolist():
         # The first half may contain steps before the worker became slow.
         recent = without_rare_steps(seconds)[:, -HALF:]
@@ -82,7 +82,7 @@ def slow_workers(seconds: Seconds) -> list[SlowWorker]:
         usual = np.median(others, 0)
         cause = int((location[rank] - usual).argmax())
         low, high = np.percentile(others[:, cause], [10, 90])
-        found.append(
+        slow.append(
             SlowWorker(
                 rank,
                 factor=float(np.median(ratio) if steady[rank] else ratio.mean()),
@@ -93,7 +93,7 @@ def slow_workers(seconds: Seconds) -> list[SlowWorker]:
                 high=float(high),
             )
         )
-    return sorted(found, key=lambda worker: -worker.factor)
+    return sorted(slow, key=lambda worker: -worker.factor)
 
 
 def are_slow(seconds: Seconds) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

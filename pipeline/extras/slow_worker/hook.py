@@ -226,15 +226,15 @@ class Comparer:
         seconds[..., LINK] = link_seconds(own, whole, np.stack(self.round_trips, 1), self.lowest)
         return self.changes(slow_workers(seconds), step)
 
-    def changes(self, found: Sequence[SlowWorker], step: int) -> list[tuple[dict[str, Any], str]]:
+    def changes(self, slow: Sequence[SlowWorker], step: int) -> list[tuple[dict[str, Any], str]]:
         """Return a record and a log line for each slow worker that is new, and each that is not slow any more."""
         entries = []
-        for worker in found:
+        for worker in slow:
             cause, _ = self.named.get(worker.rank, ("", 0))
             self.named[worker.rank] = (worker.cause, step)
             if cause != worker.cause:
                 values = {"step": step, "node": self.nodes[worker.rank], **asdict(worker)}
-                entries.append((values, self.message(worker, found, step)))
+                entries.append((values, self.message(worker, slow, step)))
         for rank, (cause, last) in list(self.named.items()):
             if step - last >= WINDOW:
                 del self.named[rank]
@@ -242,7 +242,7 @@ class Comparer:
                 entries.append(({"step": step, "rank": rank, "factor": 1.0, "cause": cause}, line))
         return entries
 
-    def message(self, worker: SlowWorker, found: Sequence[SlowWorker], step: int) -> str:
+    def message(self, worker: SlowWorker, slow: Sequence[SlowWorker], step: int) -> str:
         """Return the log line for a slow worker."""
         which = f"worker {worker.rank} on {self.nodes[worker.rank]}"
         usual = f"the others {text_of(worker.others)}"
