@@ -26,6 +26,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +46,7 @@ from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline import config, train
 from pipeline.architecture import model_config
+from pipeline.extras.slow_worker import stopwatch
 from pipeline.extras.slow_worker.comparison import (
     CAUSES,
     GC,
@@ -214,7 +217,7 @@ def quiet(options: argparse.Namespace) -> None:
             while done < wanted:
                 groups = max(1, min(2_000 // world, (wanted - done) // of_group))
                 steady, bursts = are_slow(with_links(quiet_groups(noise, rng, groups, world, WINDOW), slice(0, WINDOW)))
-                false += int((steady | bursts).any(-1).sum())
+                false += int((steady.any(-1) | bursts).any(-1).sum())
                 done += groups * of_group
             windows[world] += done
             alarms[world] += false
@@ -317,6 +320,10 @@ PLANTED = "planted.txt"  # file with the seconds by which the slow worker's step
 # Stops a process for a part of each period, until it ends.
 STOPS = """
 import os, signal, sys, time
+try:
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(2))  # otherwise other programs decide how long a stop lasts
+except PermissionError:
+    pass
 pid, stopped_s, running_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 try:
     while os.getppid() == pid:
@@ -327,6 +334,16 @@ try:
 except ProcessLookupError:
     pass
 """
+
+
+@contextmanager
+def folder_with_digits(keep: Path | None) -> Iterator[tuple[Path, Path]]:
+    """Yield a folder for runs, and packed digits in it; delete the folder afterwards unless its path is given."""
+    with tempfile.TemporaryDirectory() as name:
+        root = keep or Path(name)
+        shards = root / "shards"
+        pack(digits(train=True, image_size=16), shards, name="train", shard_samples=100)
+        yield root, shards
 
 
 def task_of(folder: Path, shards: Path, steps: int) -> dict[str, Any]:
@@ -369,6 +386,7 @@ def train_slowly(task: dict[str, Any]) -> None:
     """Train, and make a worker slow from step BEGIN on, relative to the median step before."""
     if task["realtime"]:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    record_times(Path(task["job"]["run"]))
     take_step = train.take_step
     fill = Decoder.fill
     rank = int(os.environ["RANK"])
@@ -410,10 +428,23 @@ def train_slowly(task: dict[str, Any]) -> None:
             process.wait()
 
 
+def record_times(folder: Path) -> None:
+    """Write the times of this worker's steps to a file, to compare them in another way after the run."""
+    by_cause = stopwatch.seconds_by_cause
+    path = folder / f"times-{os.environ['RANK']}.jsonl"
+
+    def recording(steps: list[stopwatch.StepTimes], **options: bool) -> Any:
+        with path.open("a") as file:
+            file.writelines(json.dumps(step) + "\n" for step in steps)
+        return by_cause(steps, **options)
+
+    stopwatch.seconds_by_cause = recording  # type: ignore[assignment]
+
+
 def collect_for(seconds: float) -> None:
-    """Create cyclic garbage, and collect garbage for some seconds."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    """Create cyclic garbage, and collect garbage for some seconds of processor time."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
         gc.disable()
         for _ in range(2_000):
             cycle: list[Any] = []
@@ -440,10 +471,8 @@ def real(options: argparse.Namespace) -> None:
     """Print the records of real cases."""
     print("| cause | step longer by | planted, ms | worker | found as | factor | ms | steps until found |")
     print("|---|--:|--:|--:|---|--:|--:|--:|", flush=True)
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        shards = root / "shards"
-        pack(digits(train=True, image_size=16), shards, name="train", shard_samples=100)
+    right = 0
+    with folder_with_digits(options.keep) as (root, shards):
         for number in range(options.cases):
             cause = options.cause or ("data", "compute", "host", "gc")[number % 4]
             factor = options.factor or FACTORS[number // 4 % len(FACTORS)]
@@ -458,9 +487,12 @@ def real(options: argparse.Namespace) -> None:
             if rest:
                 first = rest[0]
                 excess_ms = 1000 * (first["seconds"] - first["others"])
-                estimate = f"{first['factor']:.2f} | {excess_ms:.1f} | {first['step'] + PART - BEGIN}"
+                delay = first["step"] + PART - BEGIN
+                estimate = f"{first['factor']:.2f} | {excess_ms:.1f} | {delay}"
+                right += (first["rank"], first["cause"]) == (rank, cause) and delay <= 100
             planted_ms = 1000 * float((root / str(number) / PLANTED).read_text()) if cause != "none" else 0.0
             print(f"| {cause} | {factor - 1:.0%} | {planted_ms:.1f} | {rank} | {found} | {estimate} |", flush=True)
+    print(f"right: {right} of {options.cases}")
 
 
 def link_case(root: Path, shards: Path, world: int, delay_s: float) -> list[Any]:
@@ -505,10 +537,7 @@ def link(options: argparse.Namespace) -> None:
     """Print the records of runs in which the link of the last worker becomes slow."""
     print("| workers | added round trip, ms | found | factor | ms a step | steps until found |")
     print("|--:|--:|---|--:|--:|--:|", flush=True)
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        shards = root / "shards"
-        pack(digits(train=True, image_size=16), shards, name="train", shard_samples=100)
+    with folder_with_digits(options.keep) as (root, shards):
         for world in options.worlds:
             for delay_s in (0.002, 0.01, 0.05)[: options.cases]:
                 for_case = root / f"{world}-{delay_s}"
@@ -536,6 +565,7 @@ def main() -> None:
     parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--realtime", action="store_true", help="workers run before all other programs (needs root)")
     parser.add_argument("--factor", type=float)
+    parser.add_argument("--keep", type=Path, help="new folder in which the runs remain, with the times of their steps")
     parser.add_argument("--seed", type=int, default=44)
     options = parser.parse_args()
     began = time.monotonic()

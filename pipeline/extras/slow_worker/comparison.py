@@ -4,14 +4,15 @@ All workers of a synchronous group take equally long for a step, because the fas
 are therefore only the seconds in which a worker did not wait for others, split by cause: data, compute, link, host and
 garbage collection.
 
-1. A worker's time in a step is divided by the median time of all other workers in the same step. Changes that all
-   workers share, such as a larger image size, cancel out.
-2. A worker is *steadily* slow if this ratio is at least 1 + LEAST in both halves of the window (medians), above
-   1 + CLEAR in most of its steps, and not explained by the differences between the other workers, or by its own
-   differences between parts of the window.
+1. For each cause, a worker's seconds in a step are compared with the median of all other workers in the same step, in
+   units of the others' whole time. Changes that all workers share, such as a larger image size, cancel out.
+2. A worker is *steadily* slow if this difference is at least LEAST in both halves of the window (medians), positive in
+   most of its steps, and not explained by the differences between the other workers, or by its own differences between
+   parts of the window. A cause that varies much, such as other programs on the host, thus does not hide another cause.
 3. A worker is slow *in bursts* if its mean time is at least 1 + LEAST_OF_BURSTS times that of the others in every part
    of the window. Few steps suffice, for example if a signal stops the worker in one of ten steps.
-4. The cause is the one with the largest difference to the other workers in the second half of the window.
+4. The named cause is the one with the largest difference to the other workers in the second half of the window. If the
+   worker is steadily slow, only the causes of step 2 count.
 
 In:  seconds (W, S, 5); worker 3 needs 0.181 s more for data in each step than the other seven, whose steps take 1 s
 Out: [SlowWorker(rank=3, factor=1.18, cause="data", seconds=0.212, others=0.031, low=0.027, high=0.036)]
@@ -25,7 +26,9 @@ from numpy.typing import NDArray
 Seconds = NDArray[np.floating]
 
 CAUSES = ("data", "compute", "link", "host", "gc")
+COMPUTE = CAUSES.index("compute")
 LINK = CAUSES.index("link")
+HOST = CAUSES.index("host")
 GC = CAUSES.index("gc")
 
 # A slow worker is found at most WINDOW + 2 · PART steps after it became slow: a part is compared after the next one.
@@ -43,9 +46,10 @@ MOST_SPREADS = 5.0
 ENOUGH_WORKERS = 8
 MANY_WORKERS = 32  # for more, the median of all workers replaces that of all others
 LEAST_SECONDS = 1e-9
+LEAST_RATIO = 0.05  # of which a logarithm is computed
 SPREAD = 1.4826  # of a normal distribution, in median absolute deviations
-# The mean logarithm of the ratios must be above USUAL by this many standard errors.
-MOST_ERRORS = 4.5
+# The mean logarithm of 1 + difference must be above USUAL by this many standard errors.
+MOST_ERRORS = 5.0
 USUAL = 0.02  # difference between equal workers
 LARGEST_DECAY = 0.95
 
@@ -57,7 +61,7 @@ class SlowWorker:
     """A worker that is slower than the others, and the cause: its seconds per step, and those of the other workers."""
 
     rank: int
-    factor: float  # its time in a step, without waiting for others, relative to the others' median
+    factor: float  # of a step without waiting for others, relative to the others' median, because of the cause
     cause: str  # one of CAUSES
     seconds: float
     others: float  # median
@@ -69,23 +73,29 @@ def slow_workers(seconds: Seconds) -> list[SlowWorker]:
     """Return the slow workers of a window (W, S, causes), the slowest first."""
     if len(seconds) < 2:
         return []
-    steady, bursts = are_slow(seconds)
+    steady, bursts = are_slow(seconds)  # (W, causes), (W,)
     slow = []
-    for rank in np.flatnonzero(steady | bursts).tolist():
+    for rank in np.flatnonzero(steady.any(-1) | bursts).tolist():
         # The first half may contain steps before the worker became slow.
         recent = without_rare_steps(seconds)[:, -HALF:]
-        location = np.median(recent, 1) if steady[rank] else recent.mean(1)  # (W, causes)
-        totals = recent.sum(-1)
-        ratio = totals[rank] / others_of(totals - recent[..., LINK])[rank]
+        location = np.median(recent, 1) if steady[rank].any() else recent.mean(1)  # (W, causes)
         others = np.delete(location, rank, 0)
         others[:, LINK] = 0.0
         usual = np.median(others, 0)
-        cause = int((location[rank] - usual).argmax())
+        excess = excesses(recent)[rank]  # (S, causes)
+        if steady[rank].any():
+            # Other causes may differ more, but by chance.
+            cause = int(np.where(steady[rank], np.median(excess, 0), -np.inf).argmax())
+            factor = 1 + np.median(excess[:, cause])
+        else:
+            cause = int(excess.mean(0).argmax())
+            own = recent[rank].sum(-1)
+            factor = (own / others_of(recent.sum(-1) - recent[..., LINK])[rank]).mean()
         low, high = np.percentile(others[:, cause], [10, 90])
         slow.append(
             SlowWorker(
                 rank,
-                factor=float(np.median(ratio) if steady[rank] else ratio.mean()),
+                factor=float(factor),
                 cause=CAUSES[cause],
                 seconds=float(location[rank, cause]),
                 others=float(usual[cause]),
@@ -97,20 +107,55 @@ def slow_workers(seconds: Seconds) -> list[SlowWorker]:
 
 
 def are_slow(seconds: Seconds) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return which workers are steadily slow, and which are slow in bursts: (…, W), for windows (…, W, S, causes)."""
-    # Two workers share a slow link, so the others count without theirs.
-    smooth = without_rare_steps(seconds)
-    total = smooth.sum(-1)
-    ratio = total / others_of(total - smooth[..., LINK])  # (…, W, S)
-    in_halves = np.median(in_parts(ratio, HALF), -1)  # (…, W, 2)
-    steady = (in_halves.min(-1) >= 1 + LEAST) & ((ratio > 1).mean(-1) >= MOST_STEPS)
+    """Return which workers are steadily slow, by cause (…, W, causes), and which in bursts (…, W), in windows."""
+    excess = excesses(without_rare_steps(seconds))  # (…, W, S, causes)
+    ratio = np.moveaxis(np.maximum(1 + excess, LEAST_RATIO), -1, 0)  # (causes, …, W, S)
+    total = np.moveaxis(totals(excess), -1, 0)
+    steady = (ratio > 1).mean(-1) >= MOST_STEPS
+    for values, least in ((ratio, LEAST), (total, -USUAL)):
+        steady &= np.median(in_parts(values, HALF), -1).min(-1) >= 1 + least
     if steady.any():
         steady &= is_apart(np.median(ratio, -1)) & is_certain(np.log(ratio))
 
     means = in_parts(seconds.sum(-1), PART).mean(-1)  # (…, W, P)
     without_links = in_parts(seconds.sum(-1) - seconds[..., LINK], PART).mean(-1)
     score = (means / others_of(without_links)).min(-1)
-    return steady, (score >= 1 + LEAST_OF_BURSTS) & is_apart(score)
+    return np.moveaxis(steady, 0, -1), (score >= 1 + LEAST_OF_BURSTS) & is_apart(score)
+
+
+def excesses(seconds: Seconds) -> Seconds:
+    """Return by how much each cause takes a worker longer than the others, relative to the others' whole time.
+
+    The result and `seconds` have the shape (…, W, S, causes).
+    """
+    # Two workers share a slow link, so the others count without theirs.
+    others = np.stack([others_of(seconds[..., cause]) for cause in range(len(CAUSES))], -1)
+    others[..., LINK] = 0.0
+    excess: Seconds = seconds - others
+    # If other programs use the processors, longer computing means proportionally longer waiting for a processor.
+    rate = seconds[..., HOST].mean(-1) / np.maximum(seconds[..., COMPUTE].mean(-1), LEAST_SECONDS)  # (…, W)
+    rate = np.minimum(rate, others_of(rate[..., None])[..., 0])[..., None]
+    for cause in (COMPUTE, GC):
+        waiting = rate * excess[..., cause]
+        excess[..., cause] += waiting
+        excess[..., HOST] -= waiting
+    # The time that other programs take varies with each step; its mean suffices here.
+    whole = seconds.sum(-1) - seconds[..., LINK] - seconds[..., HOST] + seconds[..., HOST].mean(-1, keepdims=True)
+    excess /= others_of(whole)[..., None]
+    return excess
+
+
+def totals(excess: Seconds) -> Seconds:
+    """Return a worker's whole time relative to the others, for each possible cause of a difference.
+
+    Other programs take time from the workers at random. Unless they are the cause, their share does not count.
+    """
+    total = np.repeat(1 + excess.sum(-1, keepdims=True), len(CAUSES), -1)
+    without_host = total[..., HOST] - excess[..., HOST]
+    for cause in range(len(CAUSES)):
+        if cause != HOST:
+            total[..., cause] = without_host
+    return total
 
 
 def link_seconds(own: Seconds, steps: Seconds, round_trips: Seconds, lowest: Seconds) -> Seconds:

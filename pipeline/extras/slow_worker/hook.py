@@ -17,8 +17,9 @@ import queue
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -41,8 +42,10 @@ from pipeline.training_config import TrainConfig
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from pipeline.extras.slow_worker.stopwatch import RoundTrips
+    from pipeline.extras.slow_worker.stopwatch import RoundTrips, StepTimes
     from pipeline.worker import Progress, Setup
+
+    Part = tuple[int, int, list[StepTimes]]  # its number, the number of completed steps, and its steps
 
 SKIPPED = 5  # first steps of an attempt, in which kernels are compiled and memory is allocated
 KEPT = 8  # parts of each worker in the store
@@ -85,7 +88,7 @@ class SlowWorkers(Hook):
         import psutil
         import torch.distributed as dist  # imported here because checking a recipe does not need torch
 
-        from pipeline.extras.slow_worker.stopwatch import RoundTrips, Stopwatch
+        from pipeline.extras.slow_worker.stopwatch import RoundTrips, Stopwatch, seconds_by_cause
 
         group = worker.group
         # Without an address there is no store that all workers can reach.
@@ -98,21 +101,20 @@ class SlowWorkers(Hook):
         nodes: list[tuple[str, list[str]]] = [("", [])] * group.world
         dist.all_gather_object(nodes, (socket.gethostname(), sorted(addresses)))
         peers = {address for _, of_node in nodes for address in of_node} - addresses
-        self.stopwatch = Stopwatch(
-            on_gpu=group.device.type == "cuda",
-            has_forward_collectives=self.cfg.zero == 3,
-        )
+        on_gpu = group.device.type == "cuda"
+        self.stopwatch = Stopwatch(on_gpu=on_gpu)
+        by_cause = partial(seconds_by_cause, on_gpu=on_gpu, has_forward_collectives=self.cfg.zero == 3)
         self.step = -1  # the step being measured, counted from 0
         self.skipped = -1  # steps so far that are not measured; the first call begins a step and ends none
         self.number = 0  # of the current part
-        self.rows: list[tuple[float, ...]] = []  # steps of the current part
-        self.parts: queue.SimpleQueue[tuple[int, int, bytes]] = queue.SimpleQueue()
+        self.steps: list[StepTimes] = []  # of the current part
+        self.parts: queue.SimpleQueue[Part] = queue.SimpleQueue()
         self.news: queue.SimpleQueue[tuple[dict[str, Any], str]] = queue.SimpleQueue()
         comparer = None
         if group.rank == 0:
             comparer = Comparer([node for node, _ in nodes])
         round_trips = RoundTrips(peers, int(os.environ.get("MASTER_PORT", "0")))
-        exchange = Exchange(self.store, group.rank, round_trips, comparer, self.news)
+        exchange = Exchange(self.store, group.rank, round_trips, by_cause, comparer, self.news)
         threading.Thread(target=exchange.run, args=(self.parts,), name="slow workers", daemon=True).start()
         group.phases.on_enter = self.on_enter
 
@@ -127,16 +129,16 @@ class SlowWorkers(Hook):
             stopwatch.enter(phase)
             return
         stopwatch.enter("")
-        row = stopwatch.step()
+        times = stopwatch.step()
         stopwatch.enter(phase)
         self.step = step
         self.skipped += 1
         if self.skipped < SKIPPED:
             return
-        self.rows.append(row)
-        if len(self.rows) == PART:
-            self.parts.put((self.number, step, np.array(self.rows, np.float32).tobytes()))
-            self.rows = []
+        self.steps.append(times)
+        if len(self.steps) == PART:
+            self.parts.put((self.number, step, self.steps))
+            self.steps = []
             self.number += 1
         while not self.news.empty():
             values, line = self.news.get()
@@ -151,23 +153,25 @@ class Exchange:
         store: "dist.Store",
         rank: int,
         round_trips: "RoundTrips",
+        by_cause: "Callable[[list[StepTimes]], Seconds]",
         comparer: "Comparer | None",
         news: "queue.SimpleQueue[tuple[dict[str, Any], str]]",
     ) -> None:
         self.store = store
         self.rank = rank
         self.round_trips = round_trips
+        self.by_cause = by_cause
         self.comparer = comparer
         self.news = news
         self.wanted = 0  # next part to collect
 
-    def run(self, parts: "queue.SimpleQueue[tuple[int, int, bytes]]") -> None:
+    def run(self, parts: "queue.SimpleQueue[Part]") -> None:
         """Handle each part that the training thread has measured, until the process ends."""
         # The store ends with rank 0, and a run must not end because its speed cannot be measured.
         try:
             while True:
-                number, step, rows = parts.get()
-                value = HEADER.pack(number, self.round_trips.shortest_s()) + rows
+                number, step, times = parts.get()
+                value = HEADER.pack(number, self.round_trips.shortest_s()) + self.by_cause(times).tobytes()
                 self.store.set(f"{number % KEPT}/{self.rank}", value)  # type: ignore[arg-type]  # bytes work, too
                 if self.comparer is not None:
                     self.collect(self.comparer, number, step)

@@ -1,17 +1,20 @@
 """Measures in which seconds of a step a worker worked, and in which it waited for others.
 
 A step is cut at the phases that the loop enters: data, forward, backward and reduce. The last two contain collectives,
-in which a worker waits for the slowest, so only its processor time counts there.
+in which a worker waits for the slowest.
 
-1. data: seconds in the phase `data`, in which a worker waits only for its own files and decoding processes.
-2. compute: processor time of the forward pass, backward pass and update. On a GPU the time between two events on the
+1. compute: processor time of the forward pass, backward pass and update. On a GPU the time between two events on the
    device before and after the forward pass, times BACKWARD for the backward pass, which contains collectives.
-3. host: seconds of the forward pass in which the worker's thread did not run: another program had its processor, a
-   signal had stopped it, or it had used up its quota. The other phases lose the same share.
-4. gc: seconds in which Python collected garbage.
+2. host, in two parts. The kernel counts the seconds in which the thread was ready, but another program had its
+   processor or its quota was used up: these are known for every phase. If a signal stops the process, no counter
+   shows it. Such stops are measured in the forward pass, where a worker waits for nothing: the seconds in which its
+   thread neither ran nor was ready. The other phases lose the same share, on average over the steps of a part.
+3. data: the other seconds in the phase `data`, in which a worker waits only for its own files and decoding processes.
+4. gc: processor time in which Python collected garbage.
 
-At ZeRO 3 the forward pass contains collectives, too. Then the kernel's count of the seconds in which the thread was
-ready but did not run is the time lost on the host, and on a GPU the seconds of computing are the same for all workers.
+If the kernel does not count the seconds in which a thread is ready, they are part of those of step 2 that are measured
+in the forward pass. At ZeRO 3 the forward pass contains collectives, too, so that only the kernel's count remains; on a
+GPU the seconds of computing are then the same for all workers.
 
 In:  perf_counter 4 ms apart at `forward` and `backward`, of which the thread ran 3 ms; 9 ms of processor time after it
 Out: compute 12 ms, host 1 ms + 9 ms · 1/3 = 4 ms
@@ -23,14 +26,17 @@ import socket
 import stat
 import struct
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 PHASES = ("data", "forward", "backward", "reduce")
 BACKWARD = 3.0  # a backward pass takes twice as long as its forward pass
-LARGEST_SHARE = 0.95  # of the time that a thread did not run
+LARGEST_SHARE = 0.95  # of the time that a thread is stopped
 SCHEDULER = "/proc/thread-self/schedstat"  # nanoseconds of running and of waiting for a processor
 # Places in Linux's struct tcp_info of the smoothed round-trip time in µs, and of the acknowledged bytes.
 ROUND_TRIP = 68
@@ -38,24 +44,30 @@ ACKNOWLEDGED = 120
 TCP_INFO_BYTES = 128
 
 
+class StepTimes(NamedTuple):
+    """The seconds of a step in each phase, without garbage collection, and on the device."""
+
+    wall: tuple[float, ...]
+    ran: tuple[float, ...]  # processor time of the thread
+    ready: tuple[float, ...]  # not running because the thread had no processor; 0 if unknown
+    gc: float
+    device: tuple[float, float]  # before and in the forward passes
+
+
 class Stopwatch:
     """Adds up the seconds of the current step; the loop's phases call `enter` in the thread that trains."""
 
-    def __init__(self, *, on_gpu: bool, has_forward_collectives: bool) -> None:
+    def __init__(self, *, on_gpu: bool) -> None:
         self.events: list[tuple[str, Any]] | None = [] if on_gpu else None  # of the step, on the device
-        self.has_forward_collectives = has_forward_collectives
         self.thread = threading.get_ident()
         self.phase = ""
         self.since = 0.0
         self.ran_since = 0.0
+        self.ready_since = 0.0
         self.collected = 0.0  # seconds of garbage collection since the start
         self.collecting_since = 0.0
         self.collected_before = 0.0  # the same at the beginning of the phase
-        self.scheduler = -1
-        if has_forward_collectives:
-            with suppress(OSError):
-                self.scheduler = os.open(SCHEDULER, os.O_RDONLY)
-        self.ready_before = self.ready_s()
+        self.scheduler = scheduler_file()
         self.clear()
         gc.callbacks.append(self.on_collection)
 
@@ -68,8 +80,9 @@ class Stopwatch:
 
     def clear(self) -> None:
         """Begin a step."""
-        self.wall = dict.fromkeys(PHASES, 0.0)  # without garbage collection
-        self.ran = dict.fromkeys(PHASES, 0.0)  # processor time of the thread, without garbage collection
+        self.wall = dict.fromkeys(PHASES, 0.0)
+        self.ran = dict.fromkeys(PHASES, 0.0)
+        self.ready = dict.fromkeys(PHASES, 0.0)
         self.gc = 0.0
         if self.events is not None:
             self.events.clear()
@@ -79,22 +92,26 @@ class Stopwatch:
         if threading.get_ident() != self.thread:
             return
         if phase == "start":
-            self.collecting_since = perf_counter()
+            self.collecting_since = thread_time()
         else:
-            self.collected += perf_counter() - self.collecting_since
+            self.collected += thread_time() - self.collecting_since
 
     def enter(self, phase: str) -> None:
         """Count the time since the last call for the last phase."""
         now = perf_counter()
         ran = thread_time()
-        collected = self.collected - self.collected_before
-        if self.phase in self.wall:
-            self.wall[self.phase] += now - self.since - collected
-            self.ran[self.phase] += ran - self.ran_since - collected
+        ready = self.ready_s()
+        last = self.phase
+        if last in self.wall:
+            collected = self.collected - self.collected_before
+            self.wall[last] += now - self.since - collected
+            self.ran[last] += ran - self.ran_since - collected
+            self.ready[last] += ready - self.ready_since
             self.gc += collected
         self.phase = phase
         self.since = now
         self.ran_since = ran
+        self.ready_since = ready
         self.collected_before = self.collected
         if self.events is not None:
             import torch
@@ -109,35 +126,53 @@ class Stopwatch:
             return 0.0
         return int(os.pread(self.scheduler, 64, 0).split()[1]) / 1e9
 
-    def step(self) -> tuple[float, float, float, float, float]:
-        """Return the seconds of the finished step: data, compute, host, gc, and the whole step; begin the next step."""
-        wall = self.wall
-        ran = self.ran
-        whole = sum(wall.values()) + self.gc
-        after_forward = ran["backward"] + ran["reduce"]
-        if self.has_forward_collectives:
-            ready = self.ready_s()
-            host = max(ready - self.ready_before, 0.0)
-            self.ready_before = ready
-            data = max(wall["data"] - host, ran["data"])
-            compute = ran["forward"] + after_forward
-        else:
-            lost = max(wall["forward"] - ran["forward"], 0.0)
-            share = min(lost / max(wall["forward"], 1e-9), LARGEST_SHARE)
-            per_second = share / (1 - share)  # lost for each second of running
-            lost_in_data = min(ran["data"] * per_second, max(wall["data"] - ran["data"], 0.0))
-            host = lost + lost_in_data + after_forward * per_second
-            data = wall["data"] - lost_in_data
-            compute = ran["forward"] + after_forward
-        collected = self.gc
-        if self.events is not None:
-            data, forward = device_seconds(self.events)
-            # The device's time contains what the host lost, as far as the device had to wait for it.
-            host = min(max(wall["forward"] - ran["forward"], 0.0), forward)
-            collected = min(collected, data + forward - host)
-            compute = max(BACKWARD * forward - host - collected, 0.0)
+    def step(self) -> StepTimes:
+        """Return the seconds of the finished step; begin the next step."""
+        device = (0.0, 0.0) if self.events is None else device_seconds(self.events)
+        of_phases = [tuple(seconds.values()) for seconds in (self.wall, self.ran, self.ready)]
+        times = StepTimes(*of_phases, self.gc, device)
         self.clear()
-        return data, compute, host, collected, whole
+        return times
+
+
+def scheduler_file() -> int:
+    """Open the kernel's count of a thread's seconds, for the calling thread; return -1 if the kernel has none."""
+    with suppress(OSError, ValueError, IndexError):
+        handle = os.open(SCHEDULER, os.O_RDONLY)
+        # A kernel that does not count returns zeros.
+        if int(os.pread(handle, 64, 0).split()[0]) > 0:
+            return handle
+        os.close(handle)
+    return -1
+
+
+def seconds_by_cause(steps: Sequence[StepTimes], *, on_gpu: bool, has_forward_collectives: bool) -> NDArray[np.float32]:
+    """Return the seconds (S, 5) of each step of a part: data, compute, host, gc, and the whole step."""
+    wall = np.array([step.wall for step in steps])  # each (S, phases)
+    ran = np.array([step.ran for step in steps])
+    ready = np.array([step.ready for step in steps])
+    collected = np.array([step.gc for step in steps])
+    whole = wall.sum(-1) + collected
+    after_forward = ran[:, 2:].sum(-1)
+    compute = ran[:, 1] + after_forward
+    if on_gpu:
+        device = np.array([step.device for step in steps])
+        data, forward = device[:, 0], device[:, 1]
+        # The device's time contains what the host lost, as far as the device had to wait for it.
+        host = np.clip(wall[:, 1] - ran[:, 1], 0.0, forward)
+        collected = np.minimum(collected, data + forward - host)
+        compute = np.maximum(BACKWARD * forward - host - collected, 0.0)
+    else:
+        host = ready.sum(-1)
+        data = np.maximum(wall[:, 0] - ready[:, 0], ran[:, 0])
+        if not has_forward_collectives:
+            available = np.maximum(wall[:, 1] - ready[:, 1], 0.0)
+            stopped = np.maximum(available - ran[:, 1], 0.0)
+            share = min(stopped.sum() / max(available.sum(), 1e-9), LARGEST_SHARE)
+            stopped_in_data = np.minimum(share * data, data - ran[:, 0])
+            host += stopped + stopped_in_data + after_forward * share / (1 - share)
+            data -= stopped_in_data
+    return np.stack([data, compute, host, collected, whole], -1, dtype=np.float32)
 
 
 def device_seconds(events: list[tuple[str, Any]]) -> tuple[float, float]:

@@ -55,6 +55,39 @@ def test_worker_that_stops_in_one_of_ten_steps_is_found():
     assert found.factor == pytest.approx(1.4, abs=0.02)
 
 
+@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("cause", ["data", "compute", "gc"])
+def test_cause_is_found_although_other_programs_take_much_time_from_all_workers(world, cause):
+    """Waiting for a processor takes as long as computing, and varies by half."""
+    seconds = window(world)
+    rng = np.random.default_rng(5)
+    seconds[..., CAUSES.index("host")] = 1 + 0.5 * rng.standard_normal((world, WINDOW))
+    assert slow_workers(seconds) == []
+    seconds[1, :, CAUSES.index(cause)] += 0.3
+    (found,) = slow_workers(seconds)
+    assert (found.rank, found.cause) == (1, cause)
+    # A worker that computes longer also waits longer for a processor, in proportion.
+    expected = 1 + 0.3 / 2 * (1 if cause == "data" else 2)
+    assert found.factor == pytest.approx(expected, abs=0.03)
+
+
+def test_longer_waits_for_a_processor_by_a_worker_that_computes_longer_are_computing():
+    seconds = window(2)
+    seconds[..., CAUSES.index("host")] = 2 * seconds[..., CAUSES.index("compute")]
+    seconds[0] *= 1.5
+    seconds[0, :, CAUSES.index("data")] /= 1.5
+    (found,) = slow_workers(seconds)
+    assert (found.rank, found.cause) == (0, "compute")
+    assert found.factor == pytest.approx(1.5, abs=0.02)
+
+
+def test_worker_that_is_faster_in_total_is_not_slow():
+    seconds = window(2)
+    seconds[1, :, CAUSES.index("data")] += 0.1
+    seconds[1, :, CAUSES.index("compute")] -= 0.2
+    assert [worker.rank for worker in slow_workers(seconds)] == [0]
+
+
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_change_that_all_workers_share_is_no_difference(world):
     seconds = window(world)

@@ -88,14 +88,14 @@ def test_parts_of_all_workers_are_compared_after_the_next_part():
     queues = []
     for rank in range(2):
         comparer = Comparer(["n0", "n1"]) if rank == 0 else None
-        exchange = Exchange(store, rank, RoundTrips((), 0), comparer, news)
+        exchange = Exchange(store, rank, RoundTrips((), 0), np.array, comparer, news)
         queues.append(queue.SimpleQueue())
         threading.Thread(target=exchange.run, args=(queues[rank],), daemon=True).start()
     # Worker 1 sends first, as a worker that is ahead by less than a part may.
     for number in range(PARTS + 2):
         for rank in (1, 0):
             rows = part(2, slow=1, column=1)[rank]
-            queues[rank].put((number, (number + 1) * PART, rows.tobytes()))
+            queues[rank].put((number, (number + 1) * PART, rows))
             store.wait([f"{number % KEPT}/{rank}"])
     values, line = news.get(timeout=60)
     assert (values["rank"], values["cause"], values["step"]) == (1, "compute", WINDOW)
@@ -106,7 +106,7 @@ def test_parts_of_all_workers_are_compared_after_the_next_part():
 def test_parts_that_are_gone_begin_a_new_window():
     store = dist.HashStore()
     comparer = Comparer(["n0", "n1"])
-    exchange = Exchange(store, 0, RoundTrips((), 0), comparer, queue.SimpleQueue())
+    exchange = Exchange(store, 0, RoundTrips((), 0), np.array, comparer, queue.SimpleQueue())
     rows = part(2)
 
     def send(number: int, ranks: tuple[int, ...] = (0, 1)) -> None:
