@@ -46,7 +46,7 @@ MOST_SPREADS = 5.0
 ENOUGH_WORKERS = 8
 MANY_WORKERS = 32  # for more, the median of all workers replaces that of all others
 LEAST_SECONDS = 1e-9
-LEAST_RATIO = 0.05  # of which a logarithm is computed
+LEAST_RATIO = 0.5  # of which a logarithm is computed: a pause of the other worker must not count more
 SPREAD = 1.4826  # of a normal distribution, in median absolute deviations
 # The mean logarithm of 1 + difference must be above USUAL by this many standard errors.
 MOST_ERRORS = 5.0
