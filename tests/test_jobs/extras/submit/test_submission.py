@@ -143,7 +143,12 @@ def test_submit_with_wait_prints_a_document_with_the_code_of_the_run(dashboard, 
     document = document_of(words)
     assert (document["schema"], document["job"]["exit_code"]) == ("submit.1", None)
     followed = document_of([*words, "--wait"])
-    assert (followed["code"], followed["job"]["status"]) == (65, "FAILED")
+    # Ray fails a job without an exit code if its own head does not respond in time on a busy machine. The advice then
+    # is to submit it again.
+    if followed["code"] == 69:
+        assert "Ray reports: " in followed["why"]
+        followed = document_of([*words, "--wait"])
+    assert (followed["code"], followed["job"]["status"]) == (65, "FAILED"), followed
     assert "/not/a/set" in capfd.readouterr().err, "the job's output"
 
 
