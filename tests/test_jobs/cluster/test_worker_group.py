@@ -276,7 +276,7 @@ def test_worker_stopped_by_a_signal_is_detected_and_named(backend, two, tmp_path
     ("backend", "victim", "cause"),
     [
         ("processes", "jobs.cluster.fork_server", "fork server died"),
-        ("ray", "jobs.cluster.fork_server", "fork server died"),
+        pytest.param("ray", "jobs.cluster.fork_server", "fork server died", marks=pytest.mark.slow),
         ("ray", "RayAgent", r"its node's agent died \(killed, or crashed\)"),
     ],
 )
@@ -302,7 +302,14 @@ def test_workers_die_with_their_fork_server_or_agent_and_the_next_attempt_has_a_
     assert run(sleep, task, two[backend], tmp_path, name="next") == "stopped"
 
 
-@pytest.mark.parametrize("phase", ["before the workers start", "during the stage", "at its end"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param("before the workers start", marks=pytest.mark.slow),
+        "during the stage",
+        pytest.param("at its end", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("backend", ["processes", pytest.param("ray", marks=pytest.mark.slow)])
 def test_frozen_fork_server_is_named_and_replaced(backend, phase, two, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("jobs.cluster.agent.FROZEN_S", 2.0)  # of the agent in this process; Ray's waits 10 s

@@ -69,7 +69,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, str | None]] = {
     "parquet without labels": (lambda p: parquet_without_labels(p, three_digits()), "60 images without labels", None),
     "tars without labels": (lambda p: tars(p, three_digits(), lambda _: {}), "60 images without labels", None),
 }
-RUN = ("folders", "json names", "unlabelled images")  # trained completely; for the others only the data is made
+RUN = ("folders",)  # trained completely; for the others only the data is made
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +158,7 @@ def test_weights_are_fine_tuned_with_a_new_head(tmp_path, capsys):
         assert not Path("other.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_linear_probe_is_evaluated_with_the_recorded_preprocessing(transformers, tmp_path, capsys):
     theirs = transformers_model(transformers, "dinov2")
     theirs.save_pretrained(tmp_path / "theirs")
