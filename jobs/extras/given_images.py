@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import UsageError
+from data.extras.sources.walk import files_below
 from data.index.document import SUFFIX
 from data.index.shard import IMAGES
-from data.walk import files_below
 from jobs.extras.data_commands import near_path
 
 MAX_LABELS = 1000  # classes read per sample

@@ -22,8 +22,8 @@ from jobs.extras.data_commands import (
     set_document,
     stoppable,
 )
+from jobs.extras.progress import ProgressMeter
 from jobs.named_stages import find_set
-from jobs.progress import ProgressMeter
 
 if TYPE_CHECKING:
     from data.extras.doctor.doctor import Report

@@ -24,8 +24,8 @@ from data.remote import ranges, urls
 from data.remote.cache import Cache, Prefetcher
 from data.remote.config import CacheConfig
 from data.shards import reader
-from data.shards.indexing import build_index
 from data.shards.reader import ShardReader
+from tests.support.shards import index_at
 from tests.support.stores import store
 
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 30.0}
@@ -38,7 +38,7 @@ def s3(local, tmp_path_factory):
     files = {f"set/{shard.name}": Path(local.location(number)) for number, shard in enumerate(local.shards)}
     with store("s3", files) as proxy:
         at = "s3://images/set"
-        proxy.index = build_index(local.directory, output=tmp_path_factory.mktemp("i"), name="train", at=at)
+        proxy.index = index_at(local, at, tmp_path_factory.mktemp("i"))
         yield proxy
 
 

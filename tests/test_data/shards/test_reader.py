@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shlex
 import tarfile
 import threading
 import time
@@ -25,13 +24,9 @@ from data.loader import TrainLoader
 from data.order import Order
 from data.remote.cache import Cache
 from data.remote.config import CacheConfig
-from data.shards.indexing import build_index
-from data.shards.packing import pack
 from data.shards.reader import ShardReader
-from data.shards.subset import Rule
-from data.sources.samples import digits
 from jobs.__main__ import main
-from tests.support.archives import make_subset
+from tests.support.shards import digits, flip, write_set
 
 
 @pytest.fixture(autouse=True)
@@ -43,18 +38,7 @@ def _own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def made(tmp_path) -> Index:
     """Return fifty digits in three shards."""
-    return pack(islice(digits(True, image_size=16), 50), tmp_path / "set", shard_samples=20)
-
-
-def flip(path: Path, position: int, bit: int = 0) -> None:
-    """Flip a bit of a file in place, without changing its size and time."""
-    times = path.stat()
-    with open(path, "r+b") as file:
-        file.seek(position)
-        (value,) = file.read(1)
-        file.seek(position)
-        file.write(bytes([value ^ 1 << bit]))
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    return write_set(islice(digits(True, image_size=16), 50), tmp_path / "set", shard_samples=20)
 
 
 def read_all(index: Index) -> list[tuple[str, bytes, bytes]]:
@@ -305,7 +289,7 @@ def test_fifty_flips_over_tables_and_index_are_refused_or_change_nothing(made, t
 
 def test_a_table_of_another_set_is_refused_at_reading(made, tmp_path):
     others = islice(digits(True, image_size=16), 100, 150)
-    pack(others, tmp_path / "other", shard_samples=20)
+    write_set(others, tmp_path / "other", shard_samples=20)
     for path in (tmp_path / "other").glob("*.npy"):
         path.rename(tmp_path / "set" / path.name)
     with pytest.raises(
@@ -322,36 +306,6 @@ def test_index_of_another_schema_is_refused_with_the_command(made, tmp_path):
     path.write_text(json.dumps(content | {"schema": 2}))
     with pytest.raises(DataError, match=r"has schema 2, expected 1; run `python -m jobs index` again"):
         load_index(path)
-
-
-def test_suggested_command_recreates_an_index_of_tars_in_several_folders(made, tmp_path):
-    paths = []
-    for number in range(3):
-        folder = tmp_path / f"part {number}"
-        folder.mkdir()
-        paths.append(str(Path(made.location(number)).rename(folder / "0.tar")))
-    index = build_index(paths, output=tmp_path / "index", name="parts")
-    (tmp_path / "index" / "part 1--0.npy").unlink()
-    with pytest.raises(DataError, match=r"part 1--0.npy: not a valid table of part 1/0.tar") as caught:
-        ShardReader(index).read(1, 0)
-    assert main(shlex.split(str(caught.value).partition("\n  run ")[2])[3:]) == 0
-    assert load_index(tmp_path / "index") == index
-    assert ShardReader(index).read(1, 0)
-
-
-@pytest.mark.parametrize("position", [0, 1])
-def test_corrupt_label_is_detected_when_only_labels_are_read(made, tmp_path, position):
-    """A shard's sha256 is compared once per node; a subset compares the indexed digests of labels."""
-    rule = Rule(shots=2, seed=3)
-    few = make_subset(made, tmp_path / "few", rule)
-    row = made.table(position)[7]
-    flip(Path(made.location(position)), int(row["label"]))
-    assert make_subset(made, tmp_path / "again", rule).digest == few.digest
-    with pytest.raises(DataError, match=f"sample '{row['key'].decode()}' differs from the index(?s:.*)restore it"):
-        list(ShardReader(made, verify=False).labels(position))
-    # The shard is no longer marked as verified: now it is refused as a whole.
-    with pytest.raises(DataError, match="its sha256 differs from the index"):
-        list(ShardReader(made).labels(position))
 
 
 def test_the_label_of_an_oversize_image_is_compared_too(made, monkeypatch):

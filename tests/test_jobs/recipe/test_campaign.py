@@ -18,12 +18,11 @@ import torch
 import models
 from data.images import preprocess
 from data.index.document import load_index
-from data.shards import packing
-from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
 from pipeline.checkpoints import manifest
 from pipeline.monitoring.telemetry import read_metrics
 from tests.support.campaigns import load
+from tests.support.shards import DIGIT_NAMES, Picture, digits, write_set
 from tests.support.tars import picture, write_tar
 
 ROOT = Path(__file__).parents[3]
@@ -257,7 +256,7 @@ def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path,
             yield sample
 
     with monkeypatch.context() as patch:
-        patch.setattr("jobs.stages.pack.samples_of", with_a_signal)
+        patch.setattr("jobs.extras.packing.stage.samples_of", with_a_signal)
         assert main(["run", str(recipe)]) == 75
     said = capsys.readouterr()
     assert "stopped by SIGTERM; " in said.err
@@ -267,8 +266,8 @@ def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path,
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 75
 
     assert main(["run", str(recipe)]) == 0
-    expected = packing.pack(
-        digits(train=True, image_size=16), tmp_path / "undisturbed", shard_samples=100, names=DIGITS
+    expected = write_set(
+        digits(train=True, image_size=16), tmp_path / "undisturbed", shard_samples=100, names=DIGIT_NAMES
     )
     assert load_index(folder / "train").digest == expected.digest
 
@@ -475,10 +474,10 @@ def test_a_short_shard_of_a_later_stage_is_found_before_the_first_one_runs(recip
 
 def test_too_many_corrupt_images_stop_training_with_65_and_name_the_first(recipe, shards, tmp_path, capsys):
     broken = (
-        Sample(s.key, b"\xff\xd8 no jpeg" if n % 5 == 0 else s.image, s.labels)
+        Picture(s.key, b"\xff\xd8 no jpeg" if n % 5 == 0 else s.image, s.labels)
         for n, s in enumerate(digits(train=True, image_size=16))
     )
-    packing.pack(broken, tmp_path / "broken", name="train")
+    write_set(broken, tmp_path / "broken", name="train")
     path = f"pretrain.data.train={tmp_path / 'broken'}"
     assert main(["run", str(recipe), path]) == 65
     captured = capsys.readouterr()
