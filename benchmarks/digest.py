@@ -28,7 +28,7 @@ from data.images.augment import AugmentConfig
 from data.index.index import Index
 from data.index.shard import sample_digest
 from data.order import Order
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 
 SIZE = 224  # pixels of a crop
 BATCH = 32

@@ -33,7 +33,7 @@ from data.extras.shards.indexing import build_index
 from data.extras.shards.packing import pack
 from data.extras.sources.samples import Sample
 from data.index.index import Index
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 
 Draw = Callable[[np.ndarray, np.random.Generator], bytes]
 

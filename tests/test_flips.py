@@ -32,7 +32,7 @@ from data.extras.shards.packing import pack
 from data.extras.sources.samples import Sample, digits
 from data.index.document import load_index
 from data.index.index import Index
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 from data.storage import Folder
 from jobs import ownership
 from jobs.__main__ import main

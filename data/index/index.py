@@ -4,7 +4,7 @@
 `data.index.document` reads and writes the JSON, `data.index.shard` the tables.
 
 Integrity is checked at three levels:
-1. each table row has a digest of its sample's bytes, which is checked on every read (`data.shards.reader`);
+1. each table row has a digest of its sample's bytes, which is checked on every read (`data.reader`);
 2. each shard in the JSON has the sha256 of its tar, and the sha256 of its table, which is checked on opening the table;
 3. the seal is the sha256 of everything else in the JSON.
 A data set's digest covers only its samples and class names: see `digest_of`.

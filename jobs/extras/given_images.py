@@ -131,7 +131,7 @@ def samples_of_set(path: Path, names: Sequence[str], limit: int | None) -> Itera
     """Yield the samples of a data set with this index file, at most `limit` of each shard."""
     from data.images.decode import BadImage
     from data.index.document import load_index
-    from data.shards.reader import ShardReader, read_labels
+    from data.reader import ShardReader, read_labels
 
     index = load_index(path)
     reader = ShardReader(index, verify=False)

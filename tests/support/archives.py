@@ -16,7 +16,7 @@ from data.extras.known_sets.known import known_archive
 from data.extras.shards.subset import Part, Rule, make_subsets
 from data.index.document import load_index
 from data.index.index import Index
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 from jobs.__main__ import main
 
 

@@ -10,7 +10,7 @@ import pytest
 from data.decoder import PAGE, BatchLayout, Decoder, DecodeTask
 from data.images.augment import AugmentConfig
 from data.order import Order
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 from tests.support.shards import digits, write_set
 
 pytestmark = pytest.mark.quick

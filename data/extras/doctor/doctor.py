@@ -41,9 +41,9 @@ from data.extras.sources.tar_offsets import mapped, walk
 from data.images.decode import BadImage, decode, decode_whole, library, read_header
 from data.index.index import Index, Refusals
 from data.index.shard import sample_digest
+from data.reader import read_labels
 from data.remote.cache import Cache
 from data.remote.config import CacheConfig
-from data.shards.reader import read_labels
 
 GRID = 24  # number of thumbnails on the page
 HASH_PARTS = 256  # files that the hashes are split into, so that each file fits in memory

@@ -39,9 +39,9 @@ from data.files import atomic_file, path_in_errors
 from data.images.decode import BadImage
 from data.index.index import Index
 from data.index.shard import Shard
+from data.reader import ShardReader, check_sizes
 from data.remote.config import CacheConfig
 from data.seal import Journal, read_entry, write_entry
-from data.shards.reader import ShardReader, check_sizes
 
 # T: test images of all sets, K: crops per image, D: coefficients per crop
 

@@ -40,8 +40,8 @@ from data.index.index import Index, Origin
 from data.index.names import Names, parse_labels
 from data.index.shard import Shard, label_digest, table_path, write_table
 from data.optional import load_optional
+from data.reader import ShardReader, check_sizes
 from data.remote.config import CacheConfig
-from data.shards.reader import ShardReader, check_sizes
 
 # N: number of samples in the set
 

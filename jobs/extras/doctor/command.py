@@ -141,7 +141,7 @@ def list_samples(
 def samples_in(indexes: Sequence["Index"], cache: str | None) -> Iterator[dict[str, Any]]:
     """Yield the samples of data sets, one at a time, because there can be millions."""
     from data.images.decode import BadImage
-    from data.shards.reader import ShardReader, read_labels
+    from data.reader import ShardReader, read_labels
 
     for index in indexes:
         reader = ShardReader(index, verify=False, cache=cache_config(cache))

@@ -18,9 +18,9 @@ from data.index.document import SUFFIX, load_index
 from data.index.index import Index
 from data.index.names import Names
 from data.index.shard import table_path
+from data.reader import MAX_LINES, unusable_shards
 from data.remote.cache import Cache
 from data.remote.config import CacheConfig
-from data.shards.reader import MAX_LINES, unusable_shards
 from jobs.extras.packing.sets import (
     SetConfig,
     check_apart,

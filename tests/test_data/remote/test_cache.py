@@ -19,11 +19,11 @@ from data.decoder import send_heartbeat
 from data.errors import DataError, StorageError
 from data.loader import TrainLoader
 from data.order import Ledger, Order
+from data.reader import ShardReader
 from data.remote import cache as cache_module
 from data.remote import urls
 from data.remote.cache import Cache, Prefetcher
 from data.remote.config import CacheConfig
-from data.shards.reader import ShardReader
 from jobs.__main__ import main
 from jobs.run.session import run_campaign
 from tests.support import campaigns

@@ -14,7 +14,7 @@ from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index, seal_of
 from data.index.index import join
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 from jobs.__main__ import main
 from jobs.recipe import class_names
 from jobs.resolved_recipe import Available

@@ -29,7 +29,7 @@ from data.index.index import Index, exclude, join
 from data.index.shard import Shard
 from data.loader import TrainLoader
 from data.order import Order
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 from jobs.__main__ import main
 from tests.support.archives import make_subset
 from tests.support.tars import picture, tar_of, write_tar

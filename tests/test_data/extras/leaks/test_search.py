@@ -28,7 +28,7 @@ from data.extras.sources.samples import Sample
 from data.images.preprocess import preprocess
 from data.index.document import load_index
 from data.index.index import Index
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 from jobs.__main__ import main
 from pipeline.extras import leak_embedding
 from tests.support.archives import make_subset

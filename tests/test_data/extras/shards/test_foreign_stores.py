@@ -10,8 +10,8 @@ from data.checks import redacted
 from data.error_pages import words_of
 from data.errors import DataError, StorageError
 from data.extras.shards.indexing import build_index
+from data.reader import ShardReader
 from data.remote.config import CacheConfig
-from data.shards.reader import ShardReader
 from jobs.__main__ import main
 from tests.support.stores import Proxy, store
 from tests.support.tars import picture, tar_of

@@ -20,7 +20,7 @@ from data.extras.shards.packing import pack
 from data.extras.sources.samples import Sample
 from data.index.document import load_index
 from data.index.index import MAX_TYPES
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 from jobs.__main__ import main
 from tests.support.shards import digits, write_set
 from tests.support.tars import picture, write_tar

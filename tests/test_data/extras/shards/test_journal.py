@@ -14,7 +14,7 @@ from data.extras.sources.samples import Sample
 from data.files import write_atomically
 from data.images.decode import library
 from data.index.document import load_index
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 from tests.support.tars import picture
 
 pytestmark = pytest.mark.quick

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import webdataset
 
+from data import reader
 from data.errors import DataError
 from data.extras.shards.indexing import build_index
 from data.extras.shards.packing import pack
@@ -21,8 +22,7 @@ from data.extras.sources.samples import DIGITS, Sample, digits
 from data.images.decode import decode, library
 from data.index.document import load_index
 from data.index.index import exclude
-from data.shards import reader
-from data.shards.reader import ShardReader, check_sizes
+from data.reader import ShardReader, check_sizes
 from jobs.__main__ import main
 from tests.support.shards import Picture, write_set
 from tests.support.shards import digits as written_digits

@@ -24,9 +24,9 @@ from data.extras.shards.subset import Labels, Rule, bounds_of, count_classes
 from data.extras.sources.samples import Sample
 from data.index.document import load_index
 from data.index.index import Index, exclude
+from data.reader import ShardReader, check_sizes
 from data.remote.config import CacheConfig
 from data.seal import seal
-from data.shards.reader import ShardReader, check_sizes
 from jobs.__main__ import main
 from tests.support.archives import make_subset
 from tests.support.campaigns import load

@@ -15,7 +15,7 @@ from data.images.decode import decode
 from data.index.document import load_index
 from data.loader import TrainLoader
 from data.order import Order
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 from jobs.__main__ import main
 
 CLASSES = 3

@@ -18,7 +18,7 @@ from data.extras.sources.samples import Sample
 from data.extras.sources.tar_offsets import BLOCK, HIDDEN, walk
 from data.extras.sources.tars import compressed_samples, tars
 from data.index.index import Refusals
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 from jobs.__main__ import main
 from tests.support.archives import packed, picture, tar_bytes
 from tests.support.foreign_tars import WRITERS, members_by_tarfile, old

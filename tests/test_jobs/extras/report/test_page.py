@@ -20,7 +20,7 @@ from data.extras.shards.subset import Rule
 from data.extras.sources.samples import Sample, digits
 from data.images.decode import decode
 from data.index.document import load_index, write_index
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 from data.storage import Folder
 from jobs.__main__ import main
 from jobs.extras.history import read_run

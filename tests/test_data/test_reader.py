@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import data.reader as reader_module
 import data.remote.cache as cache_module
-import data.shards.reader as reader_module
 from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
@@ -22,9 +22,9 @@ from data.index.index import Index
 from data.index.shard import Shard
 from data.loader import TrainLoader
 from data.order import Order
+from data.reader import ShardReader
 from data.remote.cache import Cache
 from data.remote.config import CacheConfig
-from data.shards.reader import ShardReader
 from jobs.__main__ import main
 from tests.support.shards import digits, flip, write_set
 
