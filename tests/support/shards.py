@@ -6,6 +6,7 @@ tests/test_data/extras/shards/test_packing.py compares them with the files that 
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib.util import find_spec
 from io import BytesIO
@@ -13,7 +14,6 @@ from itertools import islice
 from pathlib import Path
 from tarfile import PAX_FORMAT, TarInfo
 from tarfile import open as open_tar
-from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -26,7 +26,8 @@ from data.index.shard import FIELDS, Shard, write_table
 DIGIT_NAMES = tuple("0123456789")
 
 
-class Picture(NamedTuple):
+@dataclass(frozen=True)
+class Picture:
     """A sample to write: an encoded image with its class ids, or None for an image without a label."""
 
     key: str
