@@ -25,9 +25,8 @@ with pytest.MonkeyPatch.context() as patch:
 # Hundreds of short runs would each draw charts; the tests of the page take this back.
 os.environ["PATCHLINE_REPORT"] = "off"
 
-from data.shards.packing import pack
-from data.sources.samples import digits
 from tests.support.recipes import TINY
+from tests.support.shards import digits, write_set
 
 # Shutting down a server waits for its current poll to end, by default half a second. Tests stop hundreds of servers:
 # ours, and those of the libraries that imitate object stores.
@@ -39,7 +38,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the digits at 16 px in shards of 100; read-only."""
     folder = tmp_path_factory.mktemp("shards")
     for name in ("train", "test"):
-        pack(digits(train=name == "train", image_size=16), folder / name, name=name, shard_samples=100)
+        write_set(digits(train=name == "train", image_size=16), folder / name, name=name, shard_samples=100)
     return folder
 
 

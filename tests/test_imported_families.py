@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import models
 from data.evaluation import EvaluationSet
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import DIGITS, digits
 from data.index.document import load_index
-from data.shards.packing import pack
-from data.sources.samples import DIGITS, digits
 from jobs.__main__ import main
 from pipeline.monitoring.telemetry import read_metrics
 from tests.support.foreign_vits import CLASSES, TIMM, save_timm

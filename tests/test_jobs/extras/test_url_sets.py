@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from data.errors import ConfigError
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from data.index.index import Index
 from data.remote import cache
 from data.seal import unseal
-from data.shards.packing import pack
-from data.sources.samples import digits
 from jobs.__main__ import main
 from jobs.extras.url_sets import with_indexed_urls
 from jobs.resolved_recipe import StageSection

@@ -10,8 +10,8 @@ import pytest
 from benchmarks import live_audit as bench
 from benchmarks.replay import STAGE
 from data.errors import ConfigError, CorruptWorker, ExitCode
-from data.shards.packing import pack
-from data.sources.samples import digits
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig

@@ -14,10 +14,10 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from data.index.document import load_index
 from data.order import Ledger
-from data.shards.packing import pack
-from data.sources.samples import digits
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import models
+from data.extras.sources.samples import digits
 from data.extras.survey.survey import Sets, survey
 from data.index.document import load_index
-from data.sources.samples import digits
 from jobs.__main__ import main
 from jobs.extras.new.new import write_recipe
 from jobs.extras.new.training import Machine, choose

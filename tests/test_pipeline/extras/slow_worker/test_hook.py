@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import slow_workers as bench
-from data.shards.packing import pack
-from data.sources.samples import digits
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from pipeline.extras.slow_worker.comparison import PART, WINDOW, SlowWorker
 from pipeline.extras.slow_worker.hook import HEADER, KEPT, PARTS, Comparer, Exchange, text_of
 from pipeline.extras.slow_worker.stopwatch import RoundTrips
