@@ -206,6 +206,8 @@ def quiet(options: argparse.Namespace) -> None:
     windows: Counter[int] = Counter()
     alarms: Counter[int] = Counter()
     kinds = WANDERING if options.wandering else NOISE
+    if options.noise is not None:
+        kinds = tuple(kind for kind in (*NOISE, *WANDERING) if kind.__name__ == options.noise)
     for number, noise in enumerate(kinds):
         cells = []
         for world in options.worlds:

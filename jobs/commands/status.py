@@ -24,7 +24,7 @@ from models.weights.folder import CONFIG
 from pipeline import artifacts
 from pipeline.artifacts import requested_steps
 from pipeline.checkpoints import manifest
-from pipeline.monitoring.telemetry import Account, account, read_metrics
+from pipeline.monitoring.telemetry import Account, Record, account, read_metrics
 from pipeline.values import amount, duration
 
 if TYPE_CHECKING:  # imports the object-store clients, which a local run does not need
@@ -131,9 +131,10 @@ def stage_status(folder: Path, address: str, *, has_ended: bool) -> dict[str, An
         return stage
 
     # 2. An unfinished stage: its newest report has the progress.
-    damage: list[str] = []
-    stage["time_s"] = asdict(account(read_metrics(folder, None, damage)))
-    stage["damage"] = damage
+    stage["damage"] = damage = []
+    records = read_metrics(folder, None, damage)
+    stage["time_s"] = asdict(account(records))
+    stage["notices"] = current_notices(records)
     last = last_metrics(folder)
     if last is None:
         return stage
@@ -151,6 +152,20 @@ def stage_status(folder: Path, address: str, *, has_ended: bool) -> dict[str, An
         except CheckpointError as error:
             stage["problem"] = f"last checkpoint unreadable: {error}"
     return stage
+
+
+def current_notices(records: Sequence[Record]) -> list[str]:
+    """Return the last attempt's notices: the text of each record that has one, unless a later record ends it."""
+    current: dict[tuple[str, str], str] = {}  # kind of the record, and what the notice is about
+    for record in records:
+        if record["kind"] == "start":
+            current.clear()
+        elif "notice" in record:
+            subject = record["kind"], record["about"]
+            current.pop(subject, None)
+            if not record["is_over"]:
+                current[subject] = record["notice"]
+    return list(current.values())
 
 
 # ------------------------------------------------------------------------ the lines
@@ -210,7 +225,7 @@ def stage_line(stage: Document) -> str:
             line += f"  {name} {value:.4f}"
         return line
     has_ended = stage["state"] == "unfinished"
-    problems = "".join(f"\n  {message}" for message in stage["damage"])
+    problems = "".join(f"\n  {message}" for message in stage["damage"] + stage["notices"])
     if "step" not in stage:
         return ("ended before its first report" if has_ended else "started, no step yet") + problems
     steps = stage["to_evaluate"]

@@ -278,11 +278,12 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         except (PatchlineError, OSError, ValueError, LookupError, TypeError) as error:
             predictions = Gallery(SAMPLES, [], f"the samples cannot be shown: {str(error) or repr(error)}")
     classes.sort(key=lambda of_class: (of_class.correct / of_class.samples, -of_class.samples))
-    # 4. Failures, and the data sets with their largest classes.
+    # 4. Failures and notices, and the data sets with their largest classes.
     failures = []
-    for record in stage.of_kind(*FAILURES):
-        why = one_line(str(record.get("error") or record.get("reason")))
-        failures.append((record["step"], record["kind"].replace("_", " "), why))
+    for record in stage.records:
+        if "notice" in record or record["kind"] in FAILURES:
+            why = one_line(str(record.get("notice") or record.get("error") or record.get("reason")))
+            failures.append((record["step"], record["kind"].replace("_", " "), why))
     sets: list[dict[str, Any]] = []
     for name, index in stage.sets.items():
         if not isinstance(index, Index):

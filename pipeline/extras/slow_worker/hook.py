@@ -5,7 +5,7 @@
 2. Rank 0 collects a part after the next one, when all workers have sent it, and compares the last WINDOW steps of all
    workers (comparison.py).
 3. A slow worker is logged when it is found, again if the cause changes, and when it is as fast as the others again. A
-   record of the kind "slow" is added to metrics.jsonl.
+   record of the kind "slow" is added to metrics.jsonl, with a text that `status` and the report show.
 
 In:  eight workers, one of which needs 181 ms more per step for decoding
 Out: worker 3 on n1 takes 1.18 times as long as the others in steps 1201 to 1280, because of loading data: 212 ms a
@@ -237,13 +237,15 @@ class Comparer:
             cause, _ = self.named.get(worker.rank, ("", 0))
             self.named[worker.rank] = (worker.cause, step)
             if cause != worker.cause:
+                line = self.message(worker, slow, step)
                 values = {"step": step, "node": self.nodes[worker.rank], **asdict(worker)}
-                entries.append((values, self.message(worker, slow, step)))
+                entries.append((values | notice(worker.rank, line), line))
         for rank, (cause, last) in list(self.named.items()):
             if step - last >= WINDOW:
                 del self.named[rank]
                 line = f"worker {rank} on {self.nodes[rank]} is as fast as the others again since step {last}"
-                entries.append(({"step": step, "rank": rank, "factor": 1.0, "cause": cause}, line))
+                values = {"step": step, "rank": rank, "factor": 1.0, "cause": cause}
+                entries.append((values | notice(rank, line, is_over=True), line))
         return entries
 
     def message(self, worker: SlowWorker, slow: Sequence[SlowWorker], step: int) -> str:
@@ -261,6 +263,11 @@ class Comparer:
             f"{which} takes {worker.factor:.2f} times as long as the others in steps {step - WINDOW + 1} to {step}, "
             f"because of {reason}: {text_of(worker.seconds)} a step, {usual}\n  {REMEDIES[worker.cause]}"
         )
+
+
+def notice(rank: int, line: str, *, is_over: bool = False) -> dict[str, Any]:
+    """Return the values that make a record a notice, which `status` and the report show."""
+    return {"about": f"worker {rank}", "notice": line.partition("\n")[0], "is_over": is_over}
 
 
 def text_of(seconds: float) -> str:

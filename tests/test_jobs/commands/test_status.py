@@ -66,6 +66,26 @@ def test_status_distinguishes_killed_and_running_commands(tmp_path: Path):
     assert "not running, " in shown()[1]
 
 
+def test_notices_of_the_last_attempt_are_shown_until_they_end(tmp_path: Path):
+    (tmp_path / "pretrain-1").mkdir()
+    (tmp_path / "pretrain-1" / "stage.json").write_text("{}")
+
+    def report(attempt: int, kind: str, about: str = "", text: str = "", *, is_over: bool = False) -> list[str]:
+        values = {"about": about, "notice": text, "is_over": is_over} if text else {}
+        Telemetry(tmp_path / "pretrain-1", rank=0, attempt=attempt).report(kind, {"step": 1, **values})
+        document = status_of(tmp_path)
+        (stage,) = document["stages"]
+        assert [line.strip() for line in list(status_lines(document))[2].splitlines()[1:]] == stage["notices"]
+        return stage["notices"]
+
+    assert report(1, "start") == []
+    assert report(1, "slow", "worker 3", "3 is slow") == ["3 is slow"]
+    assert report(1, "slow", "worker 1", "1 is slow") == ["3 is slow", "1 is slow"]
+    assert report(1, "slow", "worker 3", "3 is slower") == ["1 is slow", "3 is slower"]
+    assert report(1, "slow", "worker 1", "1 is fast", is_over=True) == ["3 is slower"]
+    assert report(2, "start") == []
+
+
 def test_a_stage_name_selects_its_newest_folder(tmp_path):
     for key in ("1" * 8, "2" * 8):
         folder = tmp_path / "run" / f"pretrain-{key}"

@@ -431,6 +431,13 @@ def test_attempts_without_a_recorded_incident_and_stages_without_a_set_are_expla
     )
 
 
+def test_notices_are_among_the_incidents(restarted):
+    notice = "worker 3 on n1 takes 1.18 times as long as the others"
+    add(restarted, {"kind": "slow", "step": 24, "about": "worker 3", "notice": notice, "is_over": False})
+    (history,) = read_run(restarted.parent).trained
+    assert (24, "slow", notice) in page.stage_values(history, page.Album(with_replay=False))["failures"]
+
+
 def test_digests_are_shortened():
     assert page.short(f"{'ab' * 32} and {'12' * 8}") == f"{'ab' * 6} and {'12' * 8}"
 

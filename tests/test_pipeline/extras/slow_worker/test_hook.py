@@ -47,6 +47,8 @@ def test_slow_worker_is_named_once_and_again_when_it_recovers():
     # It became slow after 85 steps, and was slow for 80.
     assert 85 < values["step"] <= 85 + WINDOW
     first, remedy = line.split("\n  ")
+    assert (values["about"], values["notice"], values["is_over"]) == ("worker 2", first, False)
+    assert (recovery["about"], recovery["notice"], recovery["is_over"]) == ("worker 2", last_line, True)
     begin = values["step"] - WINDOW + 1
     assert first == (
         f"worker 2 on n1 takes 1.50 times as long as the others in steps {begin} to {values['step']}, because of "
