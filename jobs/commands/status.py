@@ -87,15 +87,8 @@ def status_document(folders: Sequence[Path], storage: Storage) -> Document:
     if steps and last.lease is not None and last.lease["job"].startswith(RAY_JOB):
         steps = [{"do": "read", "text": f"to resume, run python -m jobs submit RECIPE run={storage.address()}"}]
     address = storage.address()
-    command = {
-        "state": last.state,
-        "command": last.command,
-        "message": last.message,
-        "exit_code": last.exit_code,
-        "time": last.time,
-        "lease": last.lease,
-        "problem": last.problem,
-    }
+    command = asdict(last)
+    del command["has_lease"]
 
     # 2. The stages.
     stages = [stage_status(folder, f"{address}/{folder.name}", has_ended=last.has_ended) for folder in folders]
@@ -161,11 +154,8 @@ def current_notices(records: Sequence[Record]) -> list[str]:
         if record["kind"] == "start":
             current.clear()
         elif "notice" in record:
-            subject = record["kind"], record["about"]
-            current.pop(subject, None)
-            if not record["is_over"]:
-                current[subject] = record["notice"]
-    return list(current.values())
+            current[record["kind"], record["about"]] = "" if record["is_over"] else record["notice"]
+    return list(filter(None, current.values()))
 
 
 # ------------------------------------------------------------------------ the lines

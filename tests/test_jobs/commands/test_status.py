@@ -81,7 +81,7 @@ def test_notices_of_the_last_attempt_are_shown_until_they_end(tmp_path: Path):
     assert report(1, "start") == []
     assert report(1, "slow", "worker 3", "3 is slow") == ["3 is slow"]
     assert report(1, "slow", "worker 1", "1 is slow") == ["3 is slow", "1 is slow"]
-    assert report(1, "slow", "worker 3", "3 is slower") == ["1 is slow", "3 is slower"]
+    assert report(1, "slow", "worker 3", "3 is slower") == ["3 is slower", "1 is slow"]
     assert report(1, "slow", "worker 1", "1 is fast", is_over=True) == ["3 is slower"]
     assert report(2, "start") == []
 
