@@ -8,6 +8,11 @@ all-gathers, and optimizer calls. The contenders are separate processes, which t
     stock    DeepSpeed with its defaults and the same optimizer
     ours     the engine of this checkout
     before   the engine of another checkout, given by `--before`
+
+With `--slow-workers`, the contenders are the engine of this checkout with the loop's phases and without or with the
+measurement of the search for slow workers (pipeline/extras/slow_worker):
+    phases   each step enters the loop's four phases
+    search   the same, and each worker measures its seconds by cause
 """
 
 import argparse
@@ -15,8 +20,11 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -204,11 +212,36 @@ def our_step(zero: int, precision: str, accumulation: int) -> Step:
     return step
 
 
+def step_in_phases(zero: int, precision: str, accumulation: int, *, is_measured: bool) -> Step:
+    """Return a step of the engine that enters the loop's phases once."""
+    from pipeline.extras.slow_worker.hook import SlowWorkers
+    from pipeline.monitoring.watchdog import Phases
+
+    step = our_step(zero, precision, accumulation)
+    phases = Phases(Path(tempfile.mkdtemp()), 0, 600)
+    if is_measured:
+        hook = SlowWorkers(None, None)  # type: ignore[arg-type]  # it measures without a config and a job
+        hook.measure(on_gpu=False)
+        phases.on_enter = hook.on_enter
+    number = count()
+
+    def stepping() -> None:
+        completed = next(number)
+        for phase in ("data", "forward", "backward"):
+            phases.enter(phase, completed)
+        step()
+        phases.enter("reduce", completed)
+
+    return stepping
+
+
 STEPS: dict[str, Callable[[int, str, int], Step]] = {
     "torch": torch_step,
     "stock": stock_step,
     "ours": our_step,
     "before": our_step,
+    "phases": partial(step_in_phases, is_measured=False),
+    "search": partial(step_in_phases, is_measured=True),
 }
 
 
@@ -217,7 +250,7 @@ STEPS: dict[str, Callable[[int, str, int], Step]] = {
 
 def measure(options: argparse.Namespace, zero: int) -> dict[str, list[float]]:
     """Return the CPU seconds per step of each contender in each round."""
-    checkouts = {"torch": ROOT, "stock": ROOT, "ours": ROOT}
+    checkouts = dict.fromkeys(("phases", "search") if options.slow_workers else ("torch", "stock", "ours"), ROOT)
     if options.before is not None:
         checkouts["before"] = options.before.resolve()
     contenders = {}
@@ -241,6 +274,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--before", type=Path, help="another checkout whose engine is also measured")
+    parser.add_argument("--slow-workers", action="store_true", help="measure the search for slow workers instead")
     parser.add_argument("--port", type=int, default=29_640)
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--worker", choices=list(STEPS), help=argparse.SUPPRESS)
@@ -248,12 +282,13 @@ def main() -> None:
     if options.worker is not None:
         work(options.worker, options.zero[0], options.precision, options.accumulation)
         return
-    print("| ZeRO | contender | ms per step, median (least) | relative to stock |\n|---|---|--:|--:|")
+    usual = "phases" if options.slow_workers else "stock"
+    print(f"| ZeRO | contender | ms per step, median (least) | relative to {usual} |\n|---|---|--:|--:|")
     for zero in options.zero:
         taken = measure(options, zero)
         for kind, seconds in taken.items():
-            ratio = statistics.median(mine / stock for mine, stock in zip(seconds, taken["stock"], strict=True))
-            cells = f"{1000 * statistics.median(seconds):.0f} ({1000 * min(seconds):.0f}) | {ratio:.2f}"
+            ratio = statistics.median(mine / other for mine, other in zip(seconds, taken[usual], strict=True))
+            cells = f"{1000 * statistics.median(seconds):.1f} ({1000 * min(seconds):.1f}) | {ratio:.3f}"
             print(f"| {zero} {options.precision} | {kind} | {cells} |", flush=True)
 
 

@@ -4,8 +4,9 @@
 
        {"entered": 4711, "phase": "data", "step": 1200, "shard": "train-000017.tar"}
 
-   which is overwritten in place by a single write (2 µs). The file is in a folder local to the node (`node_folder`), so
-   that a shared folder that hangs does not hide the worker's phase.
+   which is overwritten in place by a single write. It takes 1 µs, and entering a phase 37 to 64 µs of processor time,
+   mostly for the timer of the stack traces (two cores, load 15). The file is in a folder local to the node
+   (`node_folder`), so that a shared folder that hangs does not hide the worker's phase.
 2. The agent of each node reads the file (`read_phase`) and reports the phase to the driver, which calls
    `Watch.find_stall` once a second. The driver compares phases with earlier reports by its own clock; the nodes' clocks
    do not matter.

@@ -88,7 +88,7 @@ class SlowWorkers(Hook):
         import psutil
         import torch.distributed as dist  # imported here because checking a recipe does not need torch
 
-        from pipeline.extras.slow_worker.stopwatch import RoundTrips, Stopwatch, seconds_by_cause
+        from pipeline.extras.slow_worker.stopwatch import RoundTrips, seconds_by_cause
 
         group = worker.group
         # Without an address there is no store that all workers can reach.
@@ -102,14 +102,8 @@ class SlowWorkers(Hook):
         dist.all_gather_object(nodes, (socket.gethostname(), sorted(addresses)))
         peers = {address for _, of_node in nodes for address in of_node} - addresses
         on_gpu = group.device.type == "cuda"
-        self.stopwatch = Stopwatch(on_gpu=on_gpu)
+        self.measure(on_gpu=on_gpu)
         by_cause = partial(seconds_by_cause, on_gpu=on_gpu, has_forward_collectives=self.cfg.zero == 3)
-        self.step = -1  # the step being measured, counted from 0
-        self.skipped = -1  # steps so far that are not measured; the first call begins a step and ends none
-        self.number = 0  # of the current part
-        self.steps: list[StepTimes] = []  # of the current part
-        self.parts: queue.SimpleQueue[Part] = queue.SimpleQueue()
-        self.news: queue.SimpleQueue[tuple[dict[str, Any], str]] = queue.SimpleQueue()
         comparer = None
         if group.rank == 0:
             comparer = Comparer([node for node, _ in nodes])
@@ -117,6 +111,18 @@ class SlowWorkers(Hook):
         exchange = Exchange(self.store, group.rank, round_trips, by_cause, comparer, self.news)
         threading.Thread(target=exchange.run, args=(self.parts,), name="slow workers", daemon=True).start()
         group.phases.on_enter = self.on_enter
+
+    def measure(self, *, on_gpu: bool) -> None:
+        """Start to measure the calling thread's steps."""
+        from pipeline.extras.slow_worker.stopwatch import Stopwatch
+
+        self.stopwatch = Stopwatch(on_gpu=on_gpu)
+        self.step = -1  # the step being measured, counted from 0
+        self.skipped = -1  # steps so far that are not measured; the first call begins a step and ends none
+        self.number = 0  # of the current part
+        self.steps: list[StepTimes] = []  # of the current part
+        self.parts: queue.SimpleQueue[Part] = queue.SimpleQueue()
+        self.news: queue.SimpleQueue[tuple[dict[str, Any], str]] = queue.SimpleQueue()
 
     def on_enter(self, phase: str, step: int) -> None:
         """Measure the last phase; at the end of a step, add the step to the part."""
