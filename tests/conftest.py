@@ -2,6 +2,7 @@
 
 import os
 import socketserver
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,14 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = Moment("backward", (2.0**30, *[0.0] * 4), (0.0, *[2.0**20] * 4))
     trace = MemoryTrace(2**30, (moment,), (moment,))
     monkeypatch.setattr("pipeline.extras.plan.memory.trace_of", lambda step, report: trace)
+
+
+@pytest.fixture(autouse=True)
+def no_typed_recipe() -> None:
+    """Forget the recipe that an earlier test loaded: messages name it instead of RECIPE."""
+    terminal = sys.modules.get("jobs.terminal")
+    if terminal is not None:
+        terminal.typed_recipe.clear()
 
 
 @pytest.fixture(scope="session")

@@ -176,6 +176,7 @@ def test_decoding_continues_with_a_warning_without_a_compiler(monkeypatch, tmp_p
         library.cache_clear()
 
 
+@pytest.mark.slow
 @needs_binding
 def test_altered_cached_binding_is_recompiled(monkeypatch, tmp_path, caplog):
     """A bit flip in its code changed pixels without an error in 6 of 200 cases."""

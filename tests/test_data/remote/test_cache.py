@@ -80,7 +80,8 @@ def test_error_for_silent_storage_does_not_blame_decoding_processes(faulty, tmp_
     faulty.fault = lambda path: "stall"
     cache = CacheConfig(str(tmp_path), attempts=2, backoff_s=0.001, timeout_s=0.3)
     with pytest.raises(StorageError, match=r"://images/set/train-00000\d.tar: no response after 2 attempts"):
-        take(faulty.index, cache, steps=1, processes=1, timeout_s=1.0)
+        # On a busy machine a new process needs seconds until it answers.
+        take(faulty.index, cache, steps=1, processes=1, timeout_s=20.0)
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
@@ -90,14 +91,14 @@ def test_decoding_processes_wait_for_a_shard_as_long_as_it_grows(faulty, local, 
 
     def slow(*piece):
         calls.append(piece)
-        time.sleep(0.25)
+        time.sleep(0.5)
         return urls.read_range(*piece)
 
     size = max(shard.bytes for shard in faulty.index.shards)
     monkeypatch.setattr(cache_module, "read_range", slow)
     monkeypatch.setattr(cache_module, "PIECE", size // 16)
     cache = CacheConfig(str(tmp_path), fetchers=8, **PATIENT)
-    images = take(faulty.index, cache, steps=1, processes=1, timeout_s=2.0)
+    images = take(faulty.index, cache, steps=1, processes=1, timeout_s=4.0)
     assert torch.equal(images, take(local, None, steps=1))
     assert len(calls) > 16
 
@@ -132,7 +133,7 @@ def test_stopping_does_not_wait_for_pending_shards(local, tmp_path, monkeypatch)
     monkeypatch.setattr("data.remote.cache.read_range", lambda *piece: (first.set(), time.sleep(0.1), slow(*piece))[2])
     order = Order(local.shard_samples, seed=0, batch_size=40)
     prefetcher = Prefetcher(elsewhere, order, range(40), 0, CacheConfig(str(tmp_path), fetchers=1))
-    assert first.wait(10)
+    assert first.wait(60)
     prefetcher.stop()
     prefetcher.thread.join()
     assert len(asked) == 1

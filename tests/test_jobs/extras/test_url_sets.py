@@ -161,6 +161,7 @@ def test_run_on_urls_of_the_hub_has_the_ledger_of_local_files_and_hides_the_toke
         assert b"signature=" not in text
 
 
+@pytest.mark.slow
 def test_run_keeps_its_commit_after_the_branch_has_moved(server, tmp_path, capsys) -> None:
     run(tmp_path, URL, "hf://datasets/me/photos/test")
     server.commits["b" * 40] = {"train/other.tar": next(iter(server.commits[server.main].values()))}

@@ -155,6 +155,7 @@ def found(folder: Path, shards: Path, cause: str, factor: float) -> set[tuple[in
     return {(record["rank"], record["cause"]) for record in late}
 
 
+@pytest.mark.slow
 def test_real_worker_with_a_slow_decoder_is_named(shards, tmp_path):
     assert (1, "data") in found(tmp_path / "run", shards, "data", 3.0)
 
