@@ -8,8 +8,8 @@ to `printable` text, which cannot change the text direction. Use the filter `| l
 
 A chart is a matplotlib Figure drawn with the placeholder colours INK, GRID and LINES, which `svg` replaces with the CSS
 colours of the page, for light and dark mode. Values appear when the mouse is over a chart's `Tip`: this needs only CSS.
-`save_figure` writes a figure for a paper instead: PNG, SVG and PDF, drawn in PAPER_STYLE at its size in print, COLUMN or
-TEXT_WIDTH inches wide.
+`save_figure` writes a figure for a paper instead: PNG, SVG and PDF, drawn in PAPER_STYLE at its size in print (COLUMN
+or TEXT_WIDTH inches wide).
 """
 
 from __future__ import annotations

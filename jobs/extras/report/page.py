@@ -30,7 +30,7 @@ from data.index.index import Index
 from data.storage import Storage
 from jobs.extras.diff.first_difference import find_first_difference
 from jobs.extras.diff.recorded import recorded_differences
-from jobs.extras.history import DRAW, REPORT, REPORT_VALUES, RunHistory, StageHistory, flat, read_run
+from jobs.extras.history import DRAW, REPORT, REPORT_VALUES, RunHistory, StageHistory, flat, measured, read_run
 from jobs.extras.report import charts
 from jobs.extras.report.charts import Line, Mark
 from jobs.extras.report.pictures import SAMPLES, Album, Gallery
@@ -220,7 +220,7 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         marks = list(events)
         for spike in stage.of_kind("spike"):
             at_spike = {"loss": spike["recent"][-1]["loss"], "grad_norm": spike["grad_norm"]}
-            height = at_spike.get(CURVES[name], math.nan)
+            height = float(measured(at_spike.get(CURVES[name], math.nan)))
             if math.isfinite(height):
                 marks.append(Mark(stage.samples_at(spike["step"]), "spike", height))
         drawn.append(charts.line_chart(name, lines, marks, reach=reach))
@@ -283,6 +283,10 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
     for record in stage.of_kind(*FAILURES):
         why = one_line(str(record.get("error") or record.get("reason")))
         failures.append((record["step"], record["kind"].replace("_", " "), why))
+    for record in stage.of_kind("evaluate"):
+        for name, value in metrics_of(record).items():
+            if not 0 <= value <= 1:
+                failures.append((record["step"], "evaluation", f"{name} is {value:g}, expected 0 to 1"))
     sets: list[dict[str, Any]] = []
     for name, index in stage.sets.items():
         if not isinstance(index, Index):
@@ -393,7 +397,7 @@ def loss_of(evaluation: Record) -> float | None:
     """Return the held-out loss in an evaluation's record; None if it has none, as before 2026-11-29."""
     values = evaluation.get("held_out")
     loss = values.get("loss") if isinstance(values, Mapping) else None
-    return loss if isinstance(loss, float) else None
+    return float(measured(loss)) if isinstance(loss, float) else None
 
 
 def held_out_loss(stage: StageHistory) -> Line:
@@ -423,7 +427,7 @@ def usage_charts(stage: StageHistory) -> list[Markup]:
             y = []
             for record in records:
                 with suppress(ValueError, LookupError, TypeError):
-                    values = np.array(record.get(name, []), float)
+                    values = measured(record.get(name, []))
                     offset_s = float(record["started"]) - started_s(stage.folder)
                     x.append(offset_s + float(record["interval_s"]) * np.arange(1, len(values) + 1))
                     # A gap separates attempts.
@@ -452,6 +456,8 @@ def curves(stage: StageHistory) -> dict[str, list[Line]]:
     """Return a training stage's curves by chart: the final steps, and the steps that an attempt lost in a failure."""
     charted: dict[str, list[Line]] = {}
     reports = np.array(list(map(REPORT_VALUES, stage.kept_reports)), REPORT)
+    for field in ("lr", "images_per_s"):
+        reports[field] = measured(reports[field])
     for name, field in CURVES.items():
         kept = stage.steps if field in OF_STEPS else reports
         is_of_steps = field in OF_STEPS
@@ -464,20 +470,31 @@ def curves(stage: StageHistory) -> dict[str, list[Line]]:
     return charted
 
 
+def metrics_of(evaluation: Record) -> dict[str, float]:
+    """Return the metrics in an evaluation's record, without the single draws of few-shot probes."""
+    metrics = {}
+    for name, value in evaluation.items():
+        if isinstance(value, float) and name not in ("time", "seconds") and DRAW not in name:
+            metrics[name] = value
+    return metrics
+
+
 def evaluations(stage: StageHistory) -> list[EvaluatedMetric]:
-    """Return the metrics of a stage's evaluations, with confidence intervals, newest first."""
+    """Return the metrics of a stage's evaluations, with confidence intervals, newest first.
+
+    All metrics are shares: other values are in the list of failures (`stage_values`).
+    """
     by_step = {}
     for record in stage.of_kind("evaluate"):
         by_step[record["step"]] = record  # if a step was evaluated twice, use the later record
     rows = []
     for step, record in sorted(by_step.items(), reverse=True):
-        for name, value in record.items():
-            # Skip single draws of a few-shot probe; the report shows their mean.
-            if not isinstance(value, float) or name in ("time", "seconds") or DRAW in name:
+        for name, value in metrics_of(record).items():
+            if not 0 <= value <= 1:
                 continue
             row = EvaluatedMetric(step, name, value, low=value, high=value, samples=None, draws=0, deviation=0.0)
             draws = [record[other] for other in record if other.startswith(f"{name}{DRAW}")]
-            if name == "accuracy" and "judged" in record and 0 <= value <= 1:
+            if name == "accuracy" and "judged" in record:
                 low, high = wilson(value, record["judged"])
                 row = row._replace(low=low, high=high, samples=record["judged"])
             elif len(draws) > 1:
