@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
+from matplotlib.ticker import FuncFormatter
 
 from data.checks import one_line
 from data.errors import PatchlineError
@@ -284,9 +285,9 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         why = one_line(str(record.get("error") or record.get("reason")))
         failures.append((record["step"], record["kind"].replace("_", " "), why))
     for record in stage.of_kind("evaluate"):
-        for name, value in metrics_of(record).items():
-            if not 0 <= value <= 1:
-                failures.append((record["step"], "evaluation", f"{name} is {value:g}, expected 0 to 1"))
+        for name, metric in metrics_of(record).items():
+            if not 0 <= metric <= 1:
+                failures.append((record["step"], "evaluation", f"{name} is {metric:g}, expected 0 to 1"))
     sets: list[dict[str, Any]] = []
     for name, index in stage.sets.items():
         if not isinstance(index, Index):
@@ -581,22 +582,10 @@ RESULTS = {"sweep.json": sweep_values, "figure.json": figure_values, "evaluation
 
 def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
     """Return the variables for compare.html: curves and first differences of the stages shared by the runs."""
-    # Name runs after their folders; if two names are equal, add the parent folders.
-    names = {run.path: run.name for run in runs}
-    if len(set(names.values())) < len(names):
-        for run in runs:
-            names[run.path] = f"{run.path.parent.name}/{run.name}"
-    # If every run has exactly one training stage, compare these even if their names differ.
-    have_one_each = all(len(run.trained) == 1 for run in runs)
-    shared: dict[str, dict[str, StageHistory]] = {}  # stage's name → name of the run → stage
-    for run in runs:
-        for stage in run.trained:
-            name = "the only training stage" if have_one_each else stage.name
-            # If several folders have the same stage name, use the newest, which is last; the others have older configs.
-            shared.setdefault(name, {})[names[run.path]] = stage
+    names = names_of(runs)
     compared = []
     single = []
-    for name, of_runs in shared.items():
+    for name, of_runs in stages_of_runs(runs).items():
         if len(of_runs) > 1:
             compared.append(compare_stage(name, of_runs))
         else:
@@ -614,6 +603,29 @@ def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
         "most_columns": max((len(stage["table"].columns) for stage in compared), default=0),
         "single": single,
     }
+
+
+def names_of(runs: Sequence[RunHistory]) -> dict[Path, str]:
+    """Name runs after their folders; if two names are equal, add the parent folders."""
+    names = {run.path: run.name for run in runs}
+    if len(set(names.values())) < len(names):
+        for run in runs:
+            names[run.path] = f"{run.path.parent.name}/{run.name}"
+    return names
+
+
+def stages_of_runs(runs: Sequence[RunHistory]) -> dict[str, dict[str, StageHistory]]:
+    """Return the training stages by name: stage's name → name of the run → stage."""
+    names = names_of(runs)
+    # If every run has exactly one training stage, compare these even if their names differ.
+    have_one_each = all(len(run.trained) == 1 for run in runs)
+    shared: dict[str, dict[str, StageHistory]] = {}
+    for run in runs:
+        for stage in run.trained:
+            name = "the only training stage" if have_one_each else stage.name
+            # If several folders have the same stage name, use the newest, which is last; the others have older configs.
+            shared.setdefault(name, {})[names[run.path]] = stage
+    return shared
 
 
 def short(text: str) -> str:
@@ -645,7 +657,7 @@ def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, A
         "base": base_name,
         "others": others,
         "table": table,
-        "charts": learning_curves(of_runs, table, marks),
+        "charts": [curve.drawn() for curve in learning_curves(of_runs, table, marks)],
         "runs": len(of_runs),
     }
 
@@ -747,8 +759,28 @@ def interval_text(row: EvaluatedMetric) -> str:
     return ""
 
 
-def learning_curves(of_runs: Mapping[str, StageHistory], table: RunsTable, marks: Sequence[Mark]) -> list[Markup]:
-    """Return charts of the runs: held-out metric and losses over images seen and over time, and the other curves.
+class LearningCurve(NamedTuple):
+    """The content of a chart with a line for each run."""
+
+    title: str
+    lines: list[Line]
+    marks: Sequence[Mark]
+    axis: tuple[str, FuncFormatter]
+    is_share: bool
+
+    def drawn(self) -> Markup:
+        """Return the chart for a page."""
+        # A chart does not label its only curve.
+        title = f"{self.title}: {self.lines[0].label}" if len(self.lines) == 1 else self.title
+        if self.axis is charts.TIME:
+            title += " over time"
+        return charts.line_chart(title, self.lines, self.marks, is_share=self.is_share, axis=self.axis)
+
+
+def learning_curves(
+    of_runs: Mapping[str, StageHistory], table: RunsTable, marks: Sequence[Mark]
+) -> list[LearningCurve]:
+    """Return the curves of the runs: held-out metric and losses over images seen and over time, and the other curves.
 
     Of many runs, the best MAX_LINES have a line of their own; some of the others are grey.
     """
@@ -764,7 +796,12 @@ def learning_curves(of_runs: Mapping[str, StageHistory], table: RunsTable, marks
         if points:
             steps = np.array([row.step for row in points])
             x = np.array([stage.samples_at(row.step) for row in points])
-            of_run[f"held-out {table.metric}"] = Line(name, x, np.array([row.value for row in points]), steps)
+            value = np.array([row.value for row in points])
+            line = Line(name, x, value, steps)
+            if len(of_runs) == 1 and all(row.samples for row in points):
+                ends = np.array([(row.value - row.low, row.high - row.value) for row in points]).T
+                line = line._replace(spread=np.maximum(ends, 0))
+            of_run[f"held-out {table.metric}"] = line
         held_out = held_out_loss(stage)
         if len(held_out.x):
             of_run["held-out loss"] = held_out
@@ -780,16 +817,14 @@ def learning_curves(of_runs: Mapping[str, StageHistory], table: RunsTable, marks
             if title in OVER_TIME or title.startswith("held-out"):
                 x = seconds_at(stage, np.interp(line.x, stage.steps.samples_seen, stage.steps.step))
                 over_time.setdefault(title, []).append(line._replace(x=x))
-    drawn = []
+    of_charts = []
     for title, lines in charted.items():
         is_share = title == f"held-out {table.metric}"
         at = marks if title == "training loss" else ()
-        # A chart does not label its only curve.
-        named = f"{title}: {lines[0].label}" if len(lines) == 1 else title
-        drawn.append(charts.line_chart(named, lines, at, is_share=is_share))
+        of_charts.append(LearningCurve(title, lines, at, charts.SAMPLES_SEEN, is_share))
         if title in over_time:
-            drawn.append(charts.line_chart(f"{named} over time", over_time[title], is_share=is_share, axis=charts.TIME))
-    return drawn
+            of_charts.append(LearningCurve(title, over_time[title], (), charts.TIME, is_share))
+    return of_charts
 
 
 def seconds_at(stage: StageHistory, steps: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
 from data.extras.pages.page import (
+    COLUMN,
     DASHES,
     GRID,
     INK,
@@ -23,6 +24,7 @@ from data.extras.pages.page import (
     MARKERS,
     ON_PAPER,
     PAPER_STYLE,
+    TEXT_WIDTH,
     Tip,
     charted,
     save_figure,
@@ -30,7 +32,8 @@ from data.extras.pages.page import (
 )
 from pipeline.values import amount
 
-WIDTH = 4.9  # of a panel, in inches
+WIDTH = 4.9  # of a panel on a page, in inches
+PAPER_HEIGHT = 2.6  # inches
 MAX_TIPS = 300  # points of a panel with their values on hover
 # Labels of the axes that jobs/extras/studies/axes.py computes; metrics keep their names, with ticks in percent.
 UNITS = {
@@ -46,11 +49,15 @@ UNITS = {
 MAX_LABEL_LENGTH = 28  # characters
 
 
-def write_study_chart(record: Mapping[str, Any], folder: Path) -> list[str]:
-    """Write a study's figure as PNG, SVG and PDF, in the colours for paper; return the names of the files."""
+def write_study_chart(
+    record: Mapping[str, Any], path: Path, suffixes: Iterable[str] = (".png", ".svg", ".pdf")
+) -> list[Path]:
+    """Write a study's figure once for each suffix, in the colours and sizes for paper; return the paths."""
     with matplotlib.rc_context(PAPER_STYLE):
-        paths = save_figure(study_figure(record, ON_PAPER), folder / "figure")
-    return [path.name for path in paths]
+        figure = study_figure(record, ON_PAPER)
+        width = COLUMN if "paper" not in record else TEXT_WIDTH
+        figure.set_size_inches(width, PAPER_HEIGHT)
+        return save_figure(figure, path, suffixes)
 
 
 def study_chart(record: Mapping[str, Any]) -> Markup:
