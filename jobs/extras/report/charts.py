@@ -173,7 +173,7 @@ def line_chart(
         axes.xaxis.set_major_formatter(axis[1])
         axes.locator_params(axis="x", nbins=MAX_TICKS)
         if is_from_zero:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * values.max() if len(values) and values.max() > 0 else 1)
         if is_share:
             axes.yaxis.set_major_formatter(PERCENT)
         # Put the legend below the axes, so that it does not cover a curve.

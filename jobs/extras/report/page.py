@@ -35,7 +35,7 @@ from jobs.extras.history import DRAW, REPORT, REPORT_VALUES, RunHistory, StageHi
 from jobs.extras.report import charts
 from jobs.extras.report.charts import Line, Mark
 from jobs.extras.report.pictures import SAMPLES, Album, Gallery
-from jobs.extras.studies.chart import study_chart
+from jobs.extras.studies.chart import study_charts
 from jobs.stage_folders import RECORD, started_s
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
@@ -533,10 +533,9 @@ def name_in(names: Mapping[int, str | None], label: int) -> str:
 
 
 def figure_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
-    """Return the chart and the text of a study's figure."""
+    """Return the charts and the text of a study's figure."""
     record = artifacts.read_record(stage.folder / "figure.json")
-    has_paper = "paper" in record  # the paper's results are shown in a second panel of equal width
-    return {"chart": study_chart(record), "has_paper": has_paper, "text": (stage.folder / "figure.md").read_text()}
+    return {"charts": study_charts(record), "text": (stage.folder / "figure.md").read_text()}
 
 
 def sweep_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
@@ -558,7 +557,7 @@ def sweep_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
             deviation = mean["sd"] or 0.0
             low, high = mean["interval"] or (mean["mean"] - deviation, mean["mean"] + deviation)
             if mean["interval"]:
-                spread_label = "95 %"
+                spread_label = "95 % intervals"
             drawn.append((name, mean["mean"], low, high))
     if drawn:
         title = f"{stage.name}: {record['metric']}, {spread_label}"

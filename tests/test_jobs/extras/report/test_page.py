@@ -561,7 +561,7 @@ def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
     assert shown.row("optim.lr=0.01") == ["optim.lr=0.01", "91.23%", "90.12% to 92.34%", "± 0.45%", "3"]
     assert shown.row("optim.lr=0.3")[1] == "diverged"
     assert "Chosen: optim.lr=0.01" in shown.text
-    assert 'aria-label="grid: accuracy, 95 %"' in text
+    assert 'aria-label="grid: accuracy, 95 % intervals"' in text
     assert 'aria-label="training loss of the runs"' in text
     assert shown.row("test", "top-1")[2:] == ["87.65%", "85.00% to 90.00%", "1,234"]
     assert "Confusion matrix of held-out" in shown.text
