@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import models
+from data.extras.sources.samples import digits
 from data.extras.survey.survey import Sets, survey
 from data.index.document import load_index
-from data.sources.samples import digits
 from jobs.__main__ import main
 from jobs.extras.new.new import write_recipe
 from jobs.extras.new.training import Machine, choose
@@ -79,7 +79,7 @@ def in_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in RUN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+    "kind", [kind if kind == RUN[0] else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_the_recipe_of_new_runs_unedited(kind, tmp_path, capsys):
     make, line, evaluated = KINDS[kind]
@@ -158,6 +158,7 @@ def test_weights_are_fine_tuned_with_a_new_head(tmp_path, capsys):
         assert not Path("other.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_linear_probe_is_evaluated_with_the_recorded_preprocessing(transformers, tmp_path, capsys):
     theirs = transformers_model(transformers, "dinov2")
     theirs.save_pretrained(tmp_path / "theirs")
