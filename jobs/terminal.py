@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from data.checks import printable_lines
+from data.errors import OutputError
 
 COMMAND = "python -m jobs"  # how commands begin in all messages
 typed_recipe: list[str] = []  # the current command's recipe and overrides, if it has any
@@ -307,9 +308,13 @@ def program() -> str:
 
 
 def as_typed(text: str) -> str:
-    """Replace "python -m jobs" and "RECIPE" in a string with the program name, recipe and overrides that were typed."""
+    """Replace "python -m jobs" and "RECIPE" in a string with the program name, recipe and overrides that were typed.
+
+    An override that the text itself sets after RECIPE is omitted.
+    """
     if typed_recipe:
-        text = re.sub(r"\bRECIPE\b", lambda _: shlex.join(typed_recipe), text)
+        kept = [word for word in typed_recipe if f" {word.partition('=')[0]}=" not in text]
+        text = re.sub(r"\bRECIPE\b", lambda _: shlex.join(kept), text)
     return text.replace(f"{COMMAND} ", f"{program()} ")
 
 
@@ -328,6 +333,11 @@ def echo(line: str) -> None:
         activity.bar.write(wrapped(text, activity.bar.rich.console.width))
     else:
         print(for_stream(text, sys.stdout), flush=True)
+
+
+def unwritten(error: OSError) -> OutputError:
+    """Return the error to raise if stdout cannot be written, for example because it is a file on a full disk."""
+    return OutputError(f"cannot write to stdout: {error.strerror or error}\n  redirect it to another disk: > FILE")
 
 
 def write_last(text: str) -> None:

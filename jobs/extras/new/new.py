@@ -36,6 +36,7 @@ from jobs.progress import ProgressMeter
 from jobs.recipe.key import model_at
 from jobs.terminal import activity, as_typed, echo
 from pipeline.architecture import model_config
+from pipeline.artifacts import check_weights, load_weights
 from pipeline.evaluation.any_weights import is_foreign
 from pipeline.values import amount, duration, flow_yaml
 
@@ -123,6 +124,10 @@ def new(
                 f"--init {init} contains no weights\n  expected RUN/STAGE, a folder written by a stage or by python -m "
                 "jobs import, for example runs/photos/pretrain-1a2b3c4d, or weights that import reads"
             )
+        elif Path(init).is_dir():
+            # Read all weights now: damage or NaN must not end the run only after packing.
+            check_weights(Path(init), lambda line: None)
+            load_weights(Path(init))
 
     leaf_tables = str(recipe.with_suffix("")) if leaf_classes else None
     tables = [Path(f"{leaf_tables}-train.csv"), Path(f"{leaf_tables}-test.csv")] if leaf_classes else []
