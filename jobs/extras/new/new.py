@@ -349,8 +349,7 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
         path_in_shell=shlex.quote(str(path)),
         cluster=cluster,
         packed=packed,
-        # Twice the observed fraction; a run stops if more of its samples are bad.
-        bad_fraction=f"{2 * sets.train.bad.total() / max(1, sets.train.opened):.1g}",
+        bad_fraction=bad_fraction(sets.train),
         path_of_parts=path_of_parts,
         places=places,
         processes=min(16, max(1, cores_of_worker - 1)),
@@ -368,6 +367,19 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
             f"  this takes longer than --minutes, because useful training takes at least {choice.steps} steps\n"
             f"  to change this, delete {path} and use a smaller --model or more --minutes"
         )
+
+
+def bad_fraction(image_set: FoundSet) -> str:
+    """Return a limit on the fraction of bad samples, above which a run stops; "" if the default is enough.
+
+    Twice the observed fraction, because a decoder can reject an image with a valid header. If only some images were
+    opened, another 3 / opened, so that the fraction among all images is below the limit with a confidence of 95 % (if
+    no bad image was found, this is the rule of three; Hanley & Lippman-Hand 1983).
+    """
+    allowed = 2 * image_set.bad.total()
+    if image_set.opened < image_set.images:
+        allowed += 3
+    return f"{allowed / image_set.opened:.2g}" if allowed and image_set.opened else ""
 
 
 def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:
