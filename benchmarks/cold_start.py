@@ -32,10 +32,10 @@ from typing import Any
 import cv2
 import numpy as np
 
+from data.extras.shards.indexing import build_index
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import Sample
 from data.index.index import Index
-from data.shards.indexing import build_index
-from data.shards.packing import pack
-from data.sources.samples import Sample
 from tests.support.stores import Proxy, store
 
 SHARDS = 16

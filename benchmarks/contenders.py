@@ -44,9 +44,9 @@ BoxOf = Callable[[int, int], Box]
 
 def index_of(shards: list[str], folder: str, restarts: bool) -> Index:
     """Return the index of the tars or, with `restarts`, of repacked tars whose JPEGs have restart markers."""
+    from data.extras.shards.indexing import build_index
+    from data.extras.shards.packing import pack
     from data.index.document import load_index
-    from data.shards.indexing import build_index
-    from data.shards.packing import pack
 
     if not restarts:
         return build_index(shards, output=folder, name="plain", classes=1000)

@@ -35,10 +35,10 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.draws import Draws
+from data.extras.shards.packing import add_restarts
 from data.extras.sources.tars import tars
 from data.images.augment import AugmentConfig, fit, inception_box
 from data.images.decode import Box, decode_crop, decode_region, read_header, reduced_box, reduction
-from data.shards.packing import add_restarts
 
 SIZE = 224  # pixels
 OUT = np.empty((SIZE, SIZE, 3), np.uint8)

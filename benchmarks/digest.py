@@ -22,13 +22,13 @@ import cv2
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.decoder import BatchLayout, Decoder, DecodeTask
+from data.extras.shards.packing import pack
 from data.extras.sources.tars import tars
 from data.images.augment import AugmentConfig
 from data.index.index import Index
 from data.index.shard import sample_digest
 from data.order import Order
-from data.shards.packing import pack
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 
 SIZE = 224  # pixels of a crop
 BATCH = 32

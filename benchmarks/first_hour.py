@@ -30,8 +30,8 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from data.extras.sources.samples import Sample, digits
 from data.extras.sources.tars import tars
-from data.sources.samples import Sample, digits
 
 ROOT = Path(__file__).parents[1]
 ANIMALS = 398  # the first classes of ImageNet-1k, which are animals

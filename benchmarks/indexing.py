@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from data.sources.samples import digits
+from data.extras.sources.samples import digits
 from tests.support.tars import tar_of
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +23,7 @@ SHARDS = 200
 SAMPLES = 1000  # per shard
 INDEXING = """
 import json, resource, sys
-from data.shards.indexing import build_index
+from data.extras.shards.indexing import build_index
 
 def cpu_s():
     usage = resource.getrusage(resource.RUSAGE_SELF)

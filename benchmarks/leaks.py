@@ -29,11 +29,11 @@ from scipy.special import betaincinv
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.extras.leaks.document import Leaks
 from data.extras.leaks.search import find_leaks
+from data.extras.shards.indexing import build_index
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import Sample
 from data.index.index import Index
-from data.shards.indexing import build_index
-from data.shards.packing import pack
-from data.shards.reader import ShardReader
-from data.sources.samples import Sample
+from data.reader import ShardReader
 
 Draw = Callable[[np.ndarray, np.random.Generator], bytes]
 

@@ -34,9 +34,9 @@ import torch.distributed as dist
 
 import models
 from benchmarks.replay import MODEL, flip, task_of
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from data.images.augment import AugmentConfig
-from data.shards.packing import pack
-from data.sources.samples import digits
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline import train

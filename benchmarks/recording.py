@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from benchmarks.first_hour import write_folders
-from data.sources.samples import digits
+from data.extras.sources.samples import digits
 from pipeline.identity import git_commit
 
 ROOT = Path(__file__).parents[1]

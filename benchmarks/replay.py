@@ -35,10 +35,10 @@ import torch
 import torch.distributed as dist
 
 import models
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import Sample, digits
 from data.extras.sources.tars import tars
 from data.images.augment import AugmentConfig
-from data.shards.packing import pack
-from data.sources.samples import Sample, digits
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.extras.replays.audit import Finding, classify, compare

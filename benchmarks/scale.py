@@ -337,7 +337,7 @@ try:
     from data.shards.index import load_index  # where it was before
 except ModuleNotFoundError:
     from data.index.document import load_index
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 
 def private_mib(pid="self"):
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()

@@ -37,9 +37,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import models
 from data.decoder import Decoder
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from data.images.augment import AugmentConfig
-from data.shards.packing import pack
-from data.sources.samples import digits
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline import config, train

@@ -56,7 +56,7 @@ from data.images.augment import AugmentConfig, Encoded, augment, draw
 from data.images.decode import BadImage, read_header
 from data.index.index import Index
 from data.order import Mixture, Order
-from data.shards.reader import ShardReader, read_labels
+from data.reader import ShardReader, read_labels
 
 # b: samples per micro-batch, L: maximum number of labels per sample, S: side of an image
 

@@ -25,8 +25,8 @@ from data.decoder import BadSample
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.index.index import Index
+from data.reader import ShardReader, read_labels
 from data.remote.config import CacheConfig
-from data.shards.reader import ShardReader, read_labels
 
 # b: samples per batch, L: maximum number of labels per sample, h, w: height and width of a preprocessed image
 

@@ -42,8 +42,8 @@ from data.errors import DataError
 from data.images.augment import AugmentConfig
 from data.index.index import Index
 from data.order import Mixture, Order
+from data.reader import ShardReader
 from data.remote.config import CacheConfig, shards_of
-from data.shards.reader import ShardReader
 
 if TYPE_CHECKING:
     from data.remote.cache import Prefetcher

@@ -87,7 +87,7 @@ TRAINING_EXTRAS = (
 )
 # Stage kinds by their name in a recipe, each followed by its extras. Extras may be missing from a checkout.
 KINDS = {
-    "pack": "jobs.stages.pack:Pack jobs.extras.changed_sources:ChangedSources",
+    "pack": "jobs.extras.packing.stage:Pack jobs.extras.packing.changed_sources:ChangedSources",
     "pretrain": " ".join(["jobs.stages.training:Pretrain", *TRAINING_EXTRAS]),
     "resize": "jobs.stages.resize:Resize",
     "finetune": " ".join(["jobs.stages.training:Finetune", *TRAINING_EXTRAS]),
@@ -186,11 +186,11 @@ COMMANDS = CommandTable(
         },
         "Data": {
             "pack": (
-                "jobs.extras.pack:pack",
+                "jobs.extras.packing.command:pack",
                 "Pack images into shards with an index.",
                 "folder photos/train shards/train",
             ),
-            "index": ("jobs.extras.pack:index", "Index existing WebDataset tars in place.", "shards/theirs"),
+            "index": ("jobs.extras.packing.command:index", "Index existing WebDataset tars in place.", "shards/theirs"),
             "subset": (
                 "jobs.extras.subset:subset",
                 "Select samples of a data set without packing them again.",

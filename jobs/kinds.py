@@ -1,6 +1,6 @@
 """Load the stage kinds listed in a table of module and class names.
 
-    load_kinds({"pack": "jobs.stages.pack:Pack", …})  →  {"pack": Pack(), …}
+    load_kinds({"pack": "jobs.extras.packing.stage:Pack", …})  →  {"pack": Pack(), …}
 
 The table in jobs/__main__.py lists all kinds, including those of extras. If the extra that defines a kind was deleted
 from the checkout, a recipe that uses this kind raises an error.
@@ -62,7 +62,8 @@ def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
         except ModuleNotFoundError as error:
             if not is_removed_extra(error):
                 raise
-            kinds[name] = MissingKind(name, place.partition(":")[0])
+            # The kind itself, or another extra that it imports.
+            kinds[name] = MissingKind(name, str(error.name).replace(".", "/"))
     return kinds
 
 

@@ -71,7 +71,7 @@ class StageKind:
     makes_weights = False  # other stages can start from its weights
     needs_workers = True  # False: the driver does the work
     trains = False  # `config` is a TrainConfig
-    missing_module = ""  # set for a kind whose module is not in this checkout
+    missing_module = ""  # path of the missing file or folder, for a kind that cannot be imported
 
     def run(self, cfg: Any, context: "Context") -> Mapping[str, Any]:
         """Run the stage; return its entries for done.json."""

@@ -2,6 +2,7 @@
 
 import os
 import socketserver
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,8 @@ with pytest.MonkeyPatch.context() as patch:
 # Hundreds of short runs would each draw charts; the tests of the page take this back.
 os.environ["PATCHLINE_REPORT"] = "off"
 
-from data.shards.packing import pack
-from data.sources.samples import digits
 from tests.support.recipes import TINY
+from tests.support.shards import digits, write_set
 
 # Shutting down a server waits for its current poll to end, by default half a second. Tests stop hundreds of servers:
 # ours, and those of the libraries that imitate object stores.
@@ -38,7 +38,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the digits at 16 px in shards of 100; read-only."""
     folder = tmp_path_factory.mktemp("shards")
     for name in ("train", "test"):
-        pack(digits(train=name == "train", image_size=16), folder / name, name=name, shard_samples=100)
+        write_set(digits(train=name == "train", image_size=16), folder / name, name=name, shard_samples=100)
     return folder
 
 
@@ -65,6 +65,14 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = Moment("backward", (2.0**30, *[0.0] * 4), (0.0, *[2.0**20] * 4))
     trace = MemoryTrace(2**30, (moment,), (moment,))
     monkeypatch.setattr("pipeline.extras.plan.memory.trace_of", lambda step, report: trace)
+
+
+@pytest.fixture(autouse=True)
+def no_typed_recipe() -> None:
+    """Forget the recipe that an earlier test loaded: messages name it instead of RECIPE."""
+    terminal = sys.modules.get("jobs.terminal")
+    if terminal is not None:
+        terminal.typed_recipe.clear()
 
 
 @pytest.fixture(scope="session")

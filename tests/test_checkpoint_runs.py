@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 import models
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from data.index.document import load_index
 from data.order import Ledger, Order
-from data.shards.packing import pack
-from data.sources.samples import digits
 from jobs.__main__ import main
 from pipeline import health
 from pipeline.artifacts import write_record

@@ -28,11 +28,11 @@ import numpy as np
 import pytest
 
 from data.errors import DataError, ExitCode, PatchlineError
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import Sample, digits
 from data.index.document import load_index
 from data.index.index import Index
-from data.shards.packing import pack
-from data.shards.reader import ShardReader
-from data.sources.samples import Sample, digits
+from data.reader import ShardReader
 from data.storage import Folder
 from jobs import ownership
 from jobs.__main__ import main

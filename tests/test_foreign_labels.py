@@ -11,12 +11,12 @@ import pytest
 
 from data.errors import DataError
 from data.extras.class_lists import read_class_list
+from data.extras.shards.indexing import build_index
+from data.extras.sources.folders import class_folders, folder_classes, keys_of
+from data.extras.sources.numbering import gap_in_ids, number
 from data.extras.sources.tables import path_table, table_classes
 from data.extras.survey.survey import survey
 from data.index.names import NO_TEXT, ONE_HOT, NoLabel, parse_labels
-from data.shards.indexing import build_index
-from data.sources.folders import class_folders, folder_classes, keys_of
-from data.sources.numbering import gap_in_ids, number
 from tests.support.tars import picture, tar_of
 
 pytestmark = pytest.mark.quick

@@ -433,7 +433,7 @@ def names_in(module: str) -> frozenset[str]:
             "from pipeline.checkpoints import restore\nrestore.host_memory(1)",
             "pipeline.checkpoints.restore.host_memory",
         ),
-        ("def test():\n    from data.shards import nothing", "data.shards.nothing"),
+        ("def test():\n    from data.index import nothing", "data.index.nothing"),
         ("import tests.nothing", "tests.nothing"),
         ("import models\nmodels.nothing", "models.nothing"),
     ],
@@ -486,18 +486,18 @@ def test_a_private_name_is_seen_however_it_is_reached(source: str) -> None:
 
 
 def test_import_cycle_is_found_in_both_forms_of_import() -> None:
-    known = {"data.shards.index", "data.shards.indexing", "data.order", "data.shards.tar"}
-    both_ways = "from data.shards import index\nimport data.order"
-    assert targets(both_ways, known) == {"data.shards.index", "data.order"}
-    assert targets("from data.shards.index import Shard", known) == {"data.shards.index"}
+    known = {"data.index.index", "data.index.indexing", "data.order", "data.index.tar"}
+    both_ways = "from data.index import index\nimport data.order"
+    assert targets(both_ways, known) == {"data.index.index", "data.order"}
+    assert targets("from data.index.index import Shard", known) == {"data.index.index"}
 
 
 def test_cycle_between_wings_is_found_even_without_a_cycle_of_modules() -> None:
     arrows_of = {
-        "data.images.decode": {"data.shards.tar"},
-        "data.shards.tar": {"data.order"},
-        "data.shards.subset": {"data.images.decode"},
+        "data.images.decode": {"data.index.tar"},
+        "data.index.tar": {"data.order"},
+        "data.index.subset": {"data.images.decode"},
         "data.order": set(),
     }
     assert not circle(arrows_of)
-    assert set(circle(between_wings(arrows_of))) == {"data.images", "data.shards"}
+    assert set(circle(between_wings(arrows_of))) == {"data.images", "data.index"}

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import models
-from data.sources.samples import digits
+from data.extras.sources.samples import digits
 from jobs.__main__ import main
 from tests.support.recipes import TINY
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from benchmarks.replay import pattern
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import Sample
 from data.files import import_path
-from data.shards.packing import pack
-from data.sources.samples import Sample
 from pipeline import artifacts
 from pipeline.checkpoints.manifest import committed, read_manifest, step_of
 from pipeline.monitoring.telemetry import read_metrics

@@ -17,8 +17,8 @@ import torch
 
 import models
 from data.errors import Preempted
-from data.shards.packing import pack
-from data.sources.samples import Sample
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import Sample
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig

@@ -153,12 +153,12 @@ def test_slurm_script_signals_its_driver_and_requeues_by_exit_code(tmp_path) -> 
                 ["bash", script, "digits", "run=s3://bucket/x"], cwd=tmp_path, env=variables, stdout=output
             )
         if sent is not None:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 120
             while "driver " not in told.read_text() and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(0.1)
             job.send_signal(sent)
-        assert job.wait(20) == expected, code
+        assert job.wait(60) == expected, code
         assert log.read_text().endswith(end.format(expected, len(before) + 1))
         lines = told.read_text()
         assert "driver -m jobs run digits run=s3://bucket/x" in lines

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.recipes import NO_CHECK, SMALL
+from tests.support.recipes import NO_CHECK, SHORT, SMALL
+from tests.support.shards import digits, write_set
 from tests.test_layout import PACKAGES, ROOT, is_extra, modules_of
 
 EXTRAS = sorted(
@@ -91,6 +92,12 @@ def tree_without(folder: Path, extras: list[str]) -> Path:
     return folder
 
 
+def write_recipe(tree: Path) -> None:
+    """Write small.yaml, which trains on existing shards: making shards is an extra."""
+    write_set(list(digits(True, image_size=16))[:200], tree / "shards" / "train")
+    (tree / "small.yaml").write_text(SHORT.format(data="train: shards/train").replace(NO_CHECK, ""))
+
+
 def python(tree: Path, *words: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(tree / "site"), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -107,7 +114,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_without_one_extra_the_commands_and_recipes_of_the_core_work(tmp_path: Path) -> None:
     """A single test covers all extras, so that they share one process with the imported libraries."""
     tree = tree_without(tmp_path, [])
-    (tree / "small.yaml").write_text(SMALL.replace(NO_CHECK, ""))
+    write_recipe(tree)
     done = python(tree, "-c", WITHOUT_EACH, *EXTRAS)
     assert done.returncode == 0, done.stderr
     outputs = {extra: (tree / extra.replace("/", ".")).read_text() for extra in EXTRAS}
@@ -136,11 +143,10 @@ def test_without_extras_the_tests_of_the_core_are_collected(core: Path) -> None:
 
 
 def test_without_extras_a_campaign_runs_and_can_be_read(core: Path) -> None:
-    (core / "small.yaml").write_text(SMALL.replace(NO_CHECK, ""))
-    options = ["run=run", "cluster.workers=1", "pretrain.steps=4", "pretrain.save_every=2"]
-    done = python(core, "-m", "jobs", "run", "small.yaml", *options, "pretrain.optim.schedule.warmup_steps=1")
+    write_recipe(core)
+    done = python(core, "-m", "jobs", "run", "small.yaml", "run=run")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(list((core / "run").glob("*/done.json"))) == 2
+    assert len(list((core / "run").glob("*/done.json"))) == 1
 
     status = python(core, "-m", "jobs", "status", "run")
     assert status.returncode == 0, status.stderr
@@ -149,3 +155,10 @@ def test_without_extras_a_campaign_runs_and_can_be_read(core: Path) -> None:
     report = python(core, "-m", "jobs", "report", "run")
     assert report.returncode == 64
     assert "which is not in this checkout" in report.stderr
+
+
+def test_without_extras_a_stage_that_packs_is_refused_with_the_missing_extra(core: Path) -> None:
+    (core / "packs.yaml").write_text(SMALL.replace(NO_CHECK, ""))
+    done = python(core, "-m", "jobs", "run", "packs.yaml")
+    assert done.returncode == 78
+    assert "shards is a pack stage, which needs jobs/extras/packing, but it is not in this checkout" in done.stderr

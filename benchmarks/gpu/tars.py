@@ -13,8 +13,8 @@ import numpy as np
 
 import models
 from benchmarks.gpu.parts import Context
-from data.shards.packing import pack
-from data.sources.samples import Sample
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import Sample
 from jobs.__main__ import KINDS
 from jobs.kinds import load_kinds
 from jobs.recipe import campaign

@@ -131,7 +131,7 @@ def json_in(folder: Path) -> Path:
 def image_folders(folder: Path) -> int:
     """Count the sub-folders with images, judging by the first files in each."""
     folders = 0
-    for below in folder.glob("[!.@#$]*/"):  # neither hidden folders nor those of storage devices (data/walk.py)
+    for below in folder.glob("[!.@#$]*/"):  # neither hidden folders nor those of storage devices
         files = (Path(name) for _, _, names in os.walk(below) for name in names)
         folders += any(map(is_image, itertools.islice(files, 100)))
     return folders

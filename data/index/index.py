@@ -1,16 +1,16 @@
 """The index of a set of shards, as objects: a small JSON for the set, and one table of byte offsets per shard.
 
-`data.shards.indexing` creates both for existing WebDataset tars; packing creates them while it writes.
+`data.extras.shards.indexing` creates both for existing WebDataset tars; packing creates them while it writes.
 `data.index.document` reads and writes the JSON, `data.index.shard` the tables.
 
 Integrity is checked at three levels:
-1. each table row has a digest of its sample's bytes, which is checked on every read (`data.shards.reader`);
+1. each table row has a digest of its sample's bytes, which is checked on every read (`data.reader`);
 2. each shard in the JSON has the sha256 of its tar, and the sha256 of its table, which is checked on opening the table;
 3. the seal is the sha256 of everything else in the JSON.
 A data set's digest covers only its samples and class names: see `digest_of`.
 
-The index of a subset (`data.shards.subset`) refers to the same tars and has separate tables with fewer rows. Its origin
-records the parent index and the rule; its digest also covers the chosen rows.
+The index of a subset (`data.extras.shards.subset`) refers to the same tars and has separate tables with fewer rows. Its
+origin records the parent index and the rule; its digest also covers the chosen rows.
 
 A run can train on several data sets as one, and exclude shards (`data.drop`):
 
@@ -98,7 +98,7 @@ class Origin:
 
     index: str  # path of the parent's JSON, relative to the folder of the subset's
     digest: str  # digest of the parent
-    rule: dict[str, Any]  # see `data.shards.subset.Rule.described`
+    rule: dict[str, Any]  # see `data.extras.shards.subset.Rule.described`
     rows: str  # sha256 of the positions of the chosen samples in their tars; part of the subset's digest
 
     @property

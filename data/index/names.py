@@ -1,6 +1,6 @@
 """Class names, and the labels of samples: every class id must mean the same class in all data sets used together.
 
-1. The class names of a source are numbered when it is packed or indexed (`data.sources.numbering`).
+1. The class names of a source are numbered when it is packed or indexed (`data.extras.sources.numbering`).
 2. The index stores the names; `agreed_names` compares the names of several data sets, or of a data set and weights.
 3. A label contains class ids, or a name if the data set has names (`parse_labels`).
 

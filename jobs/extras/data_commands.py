@@ -94,10 +94,10 @@ def set_document(index: "Index", *, with_gap: bool = False) -> dict[str, Any]:
 
     If `with_gap` is true and most class ids are unused, one line reports this.
     """
+    from data.extras.shards.indexing import decoded_samples
+    from data.extras.sources.numbering import gap_in_ids
     from data.index.document import SUFFIX
     from data.index.names import preview
-    from data.shards.indexing import decoded_samples
-    from data.sources.numbering import gap_in_ids
 
     classes = f"{index.classes} classes" if index.classes else "without labels"
     lines = [

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import UsageError
+from data.extras.sources.walk import files_below
 from data.index.document import SUFFIX
 from data.index.shard import IMAGES
-from data.walk import files_below
 from jobs.extras.data_commands import near_path
 
 MAX_LABELS = 1000  # classes read per sample
@@ -131,7 +131,7 @@ def samples_of_set(path: Path, names: Sequence[str], limit: int | None) -> Itera
     """Yield the samples of a data set with this index file, at most `limit` of each shard."""
     from data.images.decode import BadImage
     from data.index.document import load_index
-    from data.shards.reader import ShardReader, read_labels
+    from data.reader import ShardReader, read_labels
 
     index = load_index(path)
     reader = ShardReader(index, verify=False)

@@ -22,8 +22,8 @@ from jobs.extras.data_commands import (
     set_document,
     stoppable,
 )
+from jobs.extras.progress import ProgressMeter
 from jobs.named_stages import find_set
-from jobs.progress import ProgressMeter
 
 SubsetFolder = Annotated[
     list[str], typer.Option(help="Folder for the subset's index and tables; repeat it for each --part.")
@@ -66,8 +66,8 @@ def subset(
     _debug: Debug = False,
 ) -> Answer:
     """Select samples of a data set, and write an index of these samples in the same tars; images are not copied."""
+    from data.extras.shards import subset
     from data.index.document import load_index
-    from data.shards import subset
 
     ranges: list[str | None] = [*part] if part else [None]
     if len(ranges) != len(output) or (name and len(output) > 1):

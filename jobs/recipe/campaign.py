@@ -265,8 +265,8 @@ def read_section(name: str, section: object, kinds: Kinds) -> tuple[StageKind, C
     kind = kinds[kind_name]
     if kind.missing_module:
         raise ConfigError(
-            f"{name} is a {kind_name} stage, which needs {kind.missing_module}, but this file is not in this checkout\n"
-            "  restore the file from the repository, or remove the stage from the recipe"
+            f"{name} is a {kind_name} stage, which needs {kind.missing_module}, but it is not in this checkout\n"
+            "  restore it from the repository, or remove the stage from the recipe"
         )
     return kind, config.build(kind.config, values, name, kind.defaults)
 

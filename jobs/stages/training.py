@@ -20,7 +20,7 @@ import models
 from data.errors import ConfigError, DataError
 from data.index.document import load_index
 from data.index.index import Index, exclude
-from data.shards.reader import check_sizes
+from data.reader import check_sizes
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task
 from jobs.cluster_config import ClusterConfig, cores

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from data.extras.leaks.search import Embeddings, Match, ShardMatches, key_of, matches_of
+from data.extras.shards.parallel import Progress
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.index.index import Index
+from data.reader import ShardReader
 from data.remote.config import CacheConfig
 from data.seal import Journal
-from data.shards.parallel import Progress
-from data.shards.reader import ShardReader
 from models.catalog import normalise
 
 # T: number of test images, D: number of features

@@ -13,10 +13,10 @@ from PIL import Image
 from scipy.io import savemat
 
 from data.extras.known_sets.known import known_archive
+from data.extras.shards.subset import Part, Rule, make_subsets
 from data.index.document import load_index
 from data.index.index import Index
-from data.shards.reader import ShardReader
-from data.shards.subset import Part, Rule, make_subsets
+from data.reader import ShardReader
 from jobs.__main__ import main
 
 

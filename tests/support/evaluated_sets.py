@@ -13,11 +13,10 @@ from torch import nn
 
 from data.index.index import Index
 from data.index.shard import Shard
-from data.shards.packing import pack
-from data.sources.samples import Sample, digits
 from models import ViTConfig
 from pipeline.evaluation.features import FeatureStore
 from pipeline.evaluation.probes import Inputs
+from tests.support.shards import Picture, digits, write_set
 
 CPU = torch.device("cpu")
 NAMES = ("zero", "one", "two")
@@ -74,8 +73,8 @@ class Sums(nn.Module):
 def with_a_bad_one(folder: Path) -> Index:
     """Return 150 digits in shards of 40; the 78th digit is unreadable."""
     good = list(islice(digits(True, image_size=16), 150))
-    samples = [Sample(s.key, s.image if n != 77 else b"junk", s.labels) for n, s in enumerate(good)]
-    return pack(samples, folder, shard_samples=40)
+    samples = [Picture(s.key, s.image if n != 77 else b"junk", s.labels) for n, s in enumerate(good)]
+    return write_set(samples, folder, shard_samples=40)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import tarfile
 from itertools import islice
 from pathlib import Path
 
-from data.sources.samples import digits
+from tests.support.shards import digits
 
 # Names that would write outside the folder of a run.
 HOSTILE_NAMES = [

@@ -28,16 +28,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from data import reader as reader_module
 from data.extras import hub as client
+from data.extras.shards.indexing import build_index
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import Sample, digits
 from data.index.index import Index
 from data.order import Ledger, Order
+from data.reader import ShardReader
 from data.remote import cache as cache_module
 from data.remote.config import CacheConfig
-from data.shards import reader as reader_module
-from data.shards.indexing import build_index
-from data.shards.packing import pack
-from data.shards.reader import ShardReader
-from data.sources.samples import Sample, digits
 from tests.support.hub import TOKEN, Hub, hub
 
 SHARDS_PER_MINUTE = 9

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from webdataset import ShardWriter
 
-from data.sources.samples import Sample, digits
+from data.extras.sources.samples import Sample, digits
 from jobs.__main__ import main
 from jobs.resolved_recipe import Campaign
 from tests.support.campaigns import load

@@ -20,8 +20,6 @@ from torch import nn
 import models
 from data.images.augment import AugmentConfig
 from data.order import Order
-from data.shards.packing import pack
-from data.sources.samples import Sample
 from models import ModelConfig
 from pipeline import config, train
 from pipeline.architecture import model_config, trained_model
@@ -30,6 +28,7 @@ from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import DataConfig, ProbeConfig, TrainConfig
 from pipeline.worker import Job
 from tests.support.reference_loop import Plan
+from tests.support.shards import Picture, write_set
 
 CLASSES = 5
 SIZE = 16  # px: side of training images, and of the others after their crop
@@ -101,8 +100,8 @@ def make_sets(folder: Path) -> dict[str, Images]:
         samples = []
         for number, (image, label) in enumerate(zip(images, labels, strict=True)):
             encoded = cv2.imencode(".png", image[..., ::-1])[1].tobytes()
-            samples.append(Sample(f"{number:03d}", encoded, (int(label),), "png"))
-        pack(iter(samples), folder / name, name=name, classes=CLASSES, shard_samples=SHARD_SAMPLES)
+            samples.append(Picture(f"{number:03d}", encoded, (int(label),), "png"))
+        write_set(iter(samples), folder / name, name=name, classes=CLASSES, shard_samples=SHARD_SAMPLES)
         sets[name] = (images, labels)
     return sets
 

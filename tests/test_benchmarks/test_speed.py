@@ -45,6 +45,7 @@ def test_cpu_out_of_memory_is_detected_and_the_process_continues():
         speed.fits(broken, 1.0, "cpu", 8)
 
 
+@pytest.mark.slow
 def test_table_has_one_line_per_model_and_size(tmp_path: Path, capsys):
     words = ["--output", str(tmp_path), "--models", "mu/8", "--sizes", "16", "32", "--classes", "3", "--batches", "2"]
     speed.main([*words, "64", "--most-batch", "8", "--seconds", "0.05", "--precision", "fp32"])

@@ -1,6 +1,7 @@
 """Fixtures for runs in an object store: moto serves the S3 protocol on loopback, and a proxy injects faults."""
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 
 from data import bucket as bucket_module
+from data.index.index import Index
 from data.remote import urls
 from pipeline.checkpoints import saver
+from tests.support.shards import digits, index_at, write_set
 from tests.support.stores import Proxy, store
 
 BUCKET = "images"
@@ -44,3 +47,29 @@ def bucket(proxy: Proxy) -> Any:
     import boto3
 
     return boto3.resource("s3").Bucket(BUCKET)
+
+
+@pytest.fixture(scope="session")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    """Return eight shards of 50 digits."""
+    return write_set(islice(digits(True), 400), tmp_path_factory.mktemp("shards"), shard_samples=50)
+
+
+@pytest.fixture(scope="module", params=["s3", "gs", "az"])
+def storage(request, local, tmp_path_factory):
+    """Serve the shards on loopback with a scheme's protocol, through a proxy that injects faults."""
+    files = {f"set/{shard.name}": Path(local.location(n)) for n, shard in enumerate(local.shards)}
+    files |= {"mixed/a.tar": Path(local.location(0)), "mixed/b.tar.gz": Path(local.location(1))}
+    with store(request.param, files) as proxy:
+        proxy.set = f"{request.param}://images/set"
+        proxy.index = index_at(local, proxy.set, tmp_path_factory.mktemp("i"))
+        yield proxy
+
+
+@pytest.fixture
+def faulty(storage):
+    storage.gets.clear()
+    urls.forget_credentials()
+    urls._denied_since.clear()
+    yield storage
+    storage.fault = lambda path: None

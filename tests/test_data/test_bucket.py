@@ -2,7 +2,6 @@
 
 import os
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,9 +11,6 @@ from data import bucket as bucket_module
 from data.bucket import Bucket, check_store_url
 from data.errors import ConfigError, DataError, StorageError
 from data.remote import urls
-from data.remote.cache import Cache
-from data.remote.config import CacheConfig
-from data.shards.indexing import remote_tars
 from tests.support.stores import objects, store
 
 BUCKET = "images"
@@ -271,10 +267,3 @@ def test_listing_with_a_name_that_leads_outside_is_refused(key, run, bucket) -> 
     bucket.put_object(Key=f"{run.removeprefix(f's3://{BUCKET}/')}/{key}", Body=b"attack")
     with pytest.raises(DataError, match="unsafe name"):
         Bucket(run, SCRATCH).list()
-
-
-@pytest.mark.parametrize("key", ["../a.tar", "x/../../a.tar", "./a.tar"])
-def test_tars_with_hostile_names_in_a_bucket_are_not_indexed(key, run, bucket) -> None:
-    bucket.put_object(Key=f"{run.removeprefix(f's3://{BUCKET}/')}/{key}", Body=b"attack")
-    with pytest.raises(DataError, match="unsafe name"):
-        remote_tars([f"{run}/**"], Cache(CacheConfig()), 1, threading.Event())

@@ -10,9 +10,8 @@ import pytest
 from data.decoder import PAGE, BatchLayout, Decoder, DecodeTask
 from data.images.augment import AugmentConfig
 from data.order import Order
-from data.shards.packing import pack
-from data.shards.reader import ShardReader
-from data.sources.samples import digits
+from data.reader import ShardReader
+from tests.support.shards import digits, write_set
 
 pytestmark = pytest.mark.quick
 
@@ -33,7 +32,7 @@ def test_the_arrays_of_a_micro_batch_share_no_byte_and_fit_in_whole_pages(b, siz
 
 def test_task_contains_the_samples_defined_by_the_order(tmp_path):
     samples = list(digits(train=False, image_size=16))[:12]
-    index = pack(samples, tmp_path, name="t", shard_samples=5)
+    index = write_set(samples, tmp_path, name="t", shard_samples=5)
     order = Order(index.shard_samples, batch_size=4, seed=3)
     layout = BatchLayout(4, 16, 1)
     cfg = AugmentConfig(crop="none", flip=False)
@@ -54,7 +53,7 @@ def test_task_contains_the_samples_defined_by_the_order(tmp_path):
 def test_a_bad_image_is_replaced_and_named(tmp_path):
     samples = list(digits(train=False, image_size=16))[:8]
     samples[3] = replace(samples[3], image=b"no image")
-    index = pack(samples, tmp_path, name="t")
+    index = write_set(samples, tmp_path, name="t")
     order = Order(index.shard_samples, batch_size=8, seed=0)
     layout = BatchLayout(8, 16, 1)
     decoder = Decoder(index, order, layout, AugmentConfig(crop="none"), 0, ShardReader(index))

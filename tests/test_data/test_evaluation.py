@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from data.evaluation import EvaluationSet
-from data.shards.packing import pack
-from data.sources.samples import digits
+from tests.support.shards import digits, write_set
 
 pytestmark = pytest.mark.quick
 
@@ -13,7 +12,7 @@ pytestmark = pytest.mark.quick
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
     samples = list(digits(train=False, image_size=16))[:23]
-    return pack(samples, tmp_path_factory.mktemp("set"), name="test", shard_samples=9)
+    return write_set(samples, tmp_path_factory.mktemp("set"), name="test", shard_samples=9)
 
 
 @pytest.mark.parametrize(("world", "batch_size"), [(1, 4), (2, 4), (3, 5), (4, 10)])

@@ -134,9 +134,9 @@ def test_a_kind_whose_module_is_missing_is_refused_only_if_a_recipe_uses_it(reci
     names = ["pretrain", "resize", "finetune", "fewshot"]
     assert [stage.name for stage in campaign.load(recipe, [], kinds).stages] == names
     assert [stage.name for stage in campaign.load(recipe, ["finetune.sweep=null"], kinds).stages] == names
-    with pytest.raises(ConfigError, match=r"finetune\.sweep needs jobs\.extras\.gone\.table, which"):
+    with pytest.raises(ConfigError, match=r"finetune\.sweep needs jobs/extras/gone, which"):
         campaign.load(recipe, ["finetune.sweep={seeds: [0, 1]}"], kinds)
-    with pytest.raises(ConfigError, match=r"drawn is a figure stage, which needs jobs\.extras\.gone\.figure"):
+    with pytest.raises(ConfigError, match=r"drawn is a figure stage, which needs jobs/extras/gone, but it is not"):
         campaign.load(recipe, ["drawn={kind: figure}"], kinds)
     monkeypatch.setattr(campaign, "READ_BUDGET", "jobs.extras.gone.law:read_budget")
     with pytest.raises(ConfigError, match="budget cannot be checked"):

@@ -110,7 +110,7 @@ def test_holder_that_lost_the_run_is_informed_once_and_does_not_touch_the_new_le
         with Lease(Folder(tmp_path / "run"), said.append) as lost:
             new = lost.content()
             assert Folder(tmp_path / "run").create_once("leases/000002.json", new)
-            lost.thread.join(10)
+            lost.thread.join(60)
             assert "another command has taken over the run; this one can no longer commit" in said[-1]
             for refused in (lost.check, lost.check_at_end, lost.confirm):
                 with pytest.raises(RunOwned, match=f"run is owned by process {os.getpid()} on"):

@@ -25,7 +25,7 @@ def test_current_activity_is_shown_and_a_quick_command_shows_nothing(monkeypatch
     monkeypatch.setattr(terminal, "WAIT_S", 0.05)
     activity.now("reading …")
     activity.now("writing\x1b[2J …")
-    activity.timer.join(10)
+    activity.timer.join(60)
     activity.end()
     assert capsys.readouterr().err == "writing\\x1b[2J …\n"
     assert not activity.show(1, 2, "images"), "stdout is not a terminal"

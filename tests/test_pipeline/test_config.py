@@ -10,21 +10,25 @@ from data.errors import ConfigError
 from data.images.augment import AugmentConfig
 from data.remote.config import CacheConfig
 from jobs.cluster_config import ClusterConfig
-from jobs.stages import fewshot, pack, resize
+from jobs.stages import fewshot, resize
 from pipeline import config
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import DataConfig, MixedConfig, ProbeConfig, TrainConfig
+from tests.support.campaigns import KINDS
 from tests.support.configs import FullConfig
 
 pytestmark = pytest.mark.quick
+
+PackConfig = KINDS["pack"].config
+SetConfig = get_args(get_type_hints(PackConfig)["sets"])[1]
 
 TAGGED = [
     *(TrainConfig, FullConfig, DataConfig, MixedConfig, OptimConfig, ScheduleConfig, ClusterConfig),
     *(
         resize.ResizeConfig,
         fewshot.FewShotStageConfig,
-        pack.PackConfig,
-        pack.SetConfig,
+        PackConfig,
+        SetConfig,
     ),
 ]
 
@@ -67,12 +71,6 @@ def test_later_field_is_omitted_at_its_default_but_not_if_empty():
     assert config.tagged(Grown(partial=0), "forbid") == {"steps": 1, "partial": 0}
 
 
-def test_subset_with_seed_0_differs_from_one_without_a_seed():
-    part = pack.SetConfig(source="subset", path="p", part=":98%")
-    drawn = dataclasses.replace(part, seed=0)
-    assert config.tagged(drawn, "forbid") == config.tagged(part, "forbid") | {"seed": 0}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -98,8 +96,8 @@ NEEDED = {
     MixedConfig: {"train": "x", "weight": 1.0},
     fewshot.FewShotStageConfig: {"init": "x"},
     resize.ResizeConfig: {"init": "x"},
-    pack.PackConfig: {"sets": {"train": {"source": "digits"}}},
-    pack.SetConfig: {"source": "digits"},
+    PackConfig: {"sets": {"train": {"source": "digits"}}},
+    SetConfig: {"source": "digits"},
 }
 
 
@@ -145,7 +143,7 @@ def test_search_finds_all_numeric_fields():
 def test_name_unsuitable_as_a_file_name_is_refused(name):
     digits = {"source": "digits"}
     with pytest.raises(ConfigError, match=r"a data set is named .*\n  expected 1 to 64 of the characters"):
-        config.build(pack.PackConfig, {"sets": {"train": digits, name: digits}}, "s")
+        config.build(PackConfig, {"sets": {"train": digits, name: digits}}, "s")
     part = {"train": "x", "weight": 1}
     with pytest.raises(ConfigError, match=r"a set of data\.mixture is named"):
         config.build(TrainConfig, {"steps": 1, "data": {"mixture": {name: part}}}, "s")

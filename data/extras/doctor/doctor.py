@@ -34,16 +34,16 @@ import numpy as np
 from data.checks import one_line
 from data.errors import DataError, StorageError
 from data.extras.doctor.report import Report, ShardReport
+from data.extras.shards.packing import add_restarts, pack
+from data.extras.shards.parallel import Progress, in_parallel
+from data.extras.sources.samples import RawSample, Sample, kind_of
+from data.extras.sources.tar_offsets import mapped, walk
 from data.images.decode import BadImage, decode, decode_whole, library, read_header
 from data.index.index import Index, Refusals
 from data.index.shard import sample_digest
-from data.index.tar import mapped, walk
+from data.reader import read_labels
 from data.remote.cache import Cache
 from data.remote.config import CacheConfig
-from data.shards.packing import add_restarts, pack
-from data.shards.parallel import Progress, in_parallel
-from data.shards.reader import read_labels
-from data.sources.samples import RawSample, Sample, kind_of
 
 GRID = 24  # number of thumbnails on the page
 HASH_PARTS = 256  # files that the hashes are split into, so that each file fits in memory

@@ -23,8 +23,8 @@ from PIL import Image, UnidentifiedImageError
 from data.checks import printable
 from data.errors import DataError
 from data.extras.sources.members import members
+from data.extras.sources.samples import Archive, Sample, kind_of
 from data.index.index import Refusals
-from data.sources.samples import Archive, Sample, kind_of
 
 MAX_LIST_BYTES = 1 << 30  # largest size in bytes of a file that is not an image; CIFAR-100's train.bin has 154 MB
 

@@ -23,9 +23,9 @@ from pathlib import Path
 from data.errors import DataError
 from data.extras.known_sets.archive import log_notes
 from data.extras.sources.members import Member, members, tar_members
+from data.extras.sources.samples import Published, Sample, kind_of
 from data.index.index import Refusals
 from data.index.names import Names, preview
-from data.sources.samples import Published, Sample, kind_of
 
 WNID = re.compile(r"n\d{8}")
 WINTER21 = Published(13_153_500, 19_167, "the winter 2021 release, image-net.org/update-sep-17-2019")

@@ -25,9 +25,9 @@ import numpy as np
 from data.errors import DataError
 from data.extras.known_sets.archive import encode, log_notes, read_members
 from data.extras.sources.members import members
+from data.extras.sources.samples import Published, Sample
 from data.index.index import Refusals
 from data.index.names import Names
-from data.sources.samples import Published, Sample
 
 FOLDERS = "folder_to_objectnet_label.json"
 TO_IMAGENET = "objectnet_to_imagenet_1k.json"

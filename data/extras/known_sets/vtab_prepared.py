@@ -25,9 +25,9 @@ from data.errors import DataError
 from data.extras.known_sets.archive import as_image, encode, log_notes
 from data.extras.known_sets.vtab_records import features, records
 from data.extras.known_sets.vtab_tasks import NAMES, TASKS, Split, VtabTask, label_of
+from data.extras.sources.samples import Archive, Published, Sample
 from data.index.index import Refusals
 from data.index.names import Names
-from data.sources.samples import Archive, Published, Sample
 
 INFO = "dataset_info.json"
 CLASS_NAMES = "label.labels.txt"

@@ -14,8 +14,8 @@ from data.extras.leaks.document import Leaks, Pair, Side, in_pairs
 from data.extras.pages import page
 from data.images.decode import BadImage, decode
 from data.index.index import Index
+from data.reader import ShardReader
 from data.remote.config import CacheConfig
-from data.shards.reader import ShardReader
 
 MAX_EXAMPLES = 5  # pairs listed in the summary
 MAX_SHOWN = 200  # pairs on the page, spread evenly over all distances

@@ -34,14 +34,14 @@ from data.errors import DataError, StorageError
 from data.extras.leaks.document import Compared, Kind, Leaks, Pair, write_leaks
 from data.extras.leaks.matching import ALIKE, TestSignatures, candidates, likeness
 from data.extras.leaks.signature import BOXES, COEFFICIENTS, PICTURE, Signature, pixel_digest, signature
+from data.extras.shards.parallel import Progress, in_parallel
 from data.files import atomic_file, path_in_errors
 from data.images.decode import BadImage
 from data.index.index import Index
 from data.index.shard import Shard
+from data.reader import ShardReader, check_sizes
 from data.remote.config import CacheConfig
 from data.seal import Journal, read_entry, write_entry
-from data.shards.parallel import Progress, in_parallel
-from data.shards.reader import ShardReader, check_sizes
 
 # T: test images of all sets, K: crops per image, D: coefficients per crop
 

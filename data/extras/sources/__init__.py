@@ -1,1 +1,1 @@
-"""More sources for packing shards: tables of image paths, Parquet files, archives, and existing tars."""
+"""Sources of samples to pack: class folders, lists of paths, Parquet files, archives, tars, object stores."""

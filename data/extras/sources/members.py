@@ -35,10 +35,10 @@ from typing import IO, Any, Self, cast
 
 from data.checks import printable
 from data.errors import DataError
+from data.extras.sources.folders import in_words
+from data.extras.sources.tar_offsets import MAX_EXTENSION, check_uncompressed
+from data.extras.sources.walk import files_below
 from data.images.decode import MAX_BYTES
-from data.index.tar import MAX_EXTENSION, check_uncompressed
-from data.sources.folders import in_words
-from data.walk import files_below
 
 GZIP_START = b"\x1f\x8b"
 # First bytes of compressed files → function that opens them as a stream.

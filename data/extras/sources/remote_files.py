@@ -16,10 +16,10 @@ from braceexpand import braceexpand
 
 from data.checks import check_sha256, redacted
 from data.errors import DataError
+from data.extras.sources.listing import list_files
 from data.index.shard import Shard
 from data.remote.cache import Cache
 from data.remote.config import SMALLEST, CacheConfig
-from data.remote.listing import list_files
 from data.remote.urls import Refused
 
 READ_AHEAD = 1 << 20  # bytes requested at once; the description of the columns is nearly always smaller

@@ -22,10 +22,10 @@ from typing import Any
 
 from data.checks import printable
 from data.errors import DataError
+from data.extras.sources.folders import ListedFile, files_of, read_files
 from data.extras.sources.remote_files import RemoteParquet, remote_parquet
+from data.extras.sources.samples import Sample, kind_of
 from data.index.names import NO_NAMES, Names, NoLabel, agreed_names, ids_of, parse_labels, preview
-from data.sources.folders import ListedFile, files_of, read_files
-from data.sources.samples import Sample, kind_of
 
 # Possible names of columns; the first name that a table has is used.
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")  # in Parquet with embedded images

@@ -19,13 +19,11 @@ from itertools import groupby
 from pathlib import Path
 
 from data.errors import DataError
+from data.extras.sources.folders import files_of
 from data.extras.sources.members import Member, is_compressed, members
-from data.images.decode import MAX_BYTES
-from data.index.document import SUFFIX, load_index
-from data.index.index import Refusals
-from data.index.names import NO_NAMES, Names, NoLabel, parse_labels
-from data.index.shard import COMPRESSED, IMAGES
-from data.index.tar import (
+from data.extras.sources.numbering import are_captions
+from data.extras.sources.samples import RawSample, Sample, kind_of
+from data.extras.sources.tar_offsets import (
     DOTTED,
     IGNORED,
     LABELS,
@@ -42,9 +40,11 @@ from data.index.tar import (
     split_name,
     walk,
 )
-from data.sources.folders import files_of
-from data.sources.numbering import are_captions
-from data.sources.samples import RawSample, Sample, kind_of
+from data.images.decode import MAX_BYTES
+from data.index.document import SUFFIX, load_index
+from data.index.index import Refusals
+from data.index.names import NO_NAMES, Names, NoLabel, parse_labels
+from data.index.shard import COMPRESSED, IMAGES
 
 TOO_LARGE = "image file too large"  # the same message as in `data.images.decode.read_header`
 
@@ -213,7 +213,7 @@ def compressed_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
                 refused.add(PARENT, member.name)
             continue
         parts: dict[str, bytes] = {}  # extension → content
-        dotted: list[tuple[str, str]] = []  # see `data.index.tar.refuse_dotted`
+        dotted: list[tuple[str, str]] = []  # see `data.extras.sources.tar_offsets.refuse_dotted`
         is_too_large = False
         for member in group:
             _, extension = split_name(member.name.encode("utf-8", "surrogateescape"))

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from data.checks import printable
 from data.errors import DataError
+from data.extras.sources.folders import images_below, loose_images, refuse_loop, refuse_undecodable, warn_of_others
+from data.extras.sources.walk import class_folders_in
 from data.files import write_atomically
-from data.sources.folders import images_below, loose_images, refuse_loop, refuse_undecodable, warn_of_others
-from data.walk import class_folders_in
 
 
 def write_leaf_table(root: str, table: str) -> str:

@@ -32,6 +32,16 @@ from statistics import median
 from data.checks import printable
 from data.errors import DataError, UsageError
 from data.extras.known_sets.known import known_archive
+from data.extras.sources.folders import (
+    files_of,
+    images_below,
+    keys_of,
+    loose_images,
+    merged_folders,
+    refuse_loop,
+    sub_folders_with_images,
+)
+from data.extras.sources.numbering import PAIRS, are_pairs, check_unicode_forms, gap_in_ids
 from data.extras.sources.tables import (
     IMAGE_COLUMNS,
     TABLE_PATH_COLUMNS,
@@ -44,23 +54,13 @@ from data.extras.sources.tables import (
     table_columns,
     table_entries,
 )
+from data.extras.sources.tar_offsets import DOTTED, first_part, mapped, walk
+from data.extras.sources.walk import HIDDEN, SYSTEM_FOLDERS, class_folders_in, matching
 from data.extras.survey.leaves import write_leaf_table
 from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.names import NO_NAMES, NoLabel, ids_of, parse_labels, preview
 from data.index.shard import COMPRESSED, IMAGES
-from data.index.tar import DOTTED, first_part, mapped, walk
-from data.sources.folders import (
-    files_of,
-    images_below,
-    keys_of,
-    loose_images,
-    merged_folders,
-    refuse_loop,
-    sub_folders_with_images,
-)
-from data.sources.numbering import PAIRS, are_pairs, check_unicode_forms, gap_in_ids
-from data.walk import HIDDEN, SYSTEM_FOLDERS, class_folders_in, matching
 
 TRAIN = ("train", "training")
 # Names of the part to evaluate on, in order of preference: a test set is used only if there is no validation set.

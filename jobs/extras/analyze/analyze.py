@@ -32,7 +32,7 @@ from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from jobs.extras.conversion import verify
 from jobs.extras.given_images import encoded_images
-from jobs.progress import ProgressMeter
+from jobs.extras.progress import ProgressMeter
 from jobs.terminal import activity
 from models.catalog import normalise
 from models.configs import ViTConfig

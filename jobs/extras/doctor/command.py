@@ -22,8 +22,8 @@ from jobs.extras.data_commands import (
     set_document,
     stoppable,
 )
+from jobs.extras.progress import ProgressMeter
 from jobs.named_stages import find_set
-from jobs.progress import ProgressMeter
 
 if TYPE_CHECKING:
     from data.extras.doctor.doctor import Report
@@ -141,7 +141,7 @@ def list_samples(
 def samples_in(indexes: Sequence["Index"], cache: str | None) -> Iterator[dict[str, Any]]:
     """Yield the samples of data sets, one at a time, because there can be millions."""
     from data.images.decode import BadImage
-    from data.shards.reader import ShardReader, read_labels
+    from data.reader import ShardReader, read_labels
 
     for index in indexes:
         reader = ShardReader(index, verify=False, cache=cache_config(cache))

@@ -14,8 +14,8 @@ from jobs.answer import Answer, Step, report_lines
 from jobs.commands.arguments import Debug
 from jobs.extras.data_commands import CacheFolder, cache_config, refuse_file, stoppable
 from jobs.extras.named_weights import find_weights
+from jobs.extras.progress import ProgressMeter
 from jobs.named_stages import find_set
-from jobs.progress import ProgressMeter
 
 Train = Annotated[list[str], typer.Argument(help="Training sets: index files, or the folders that contain them.")]
 Test = Annotated[list[str], typer.Option(help="Test set: an index file, or the folder that contains it; repeatable.")]

@@ -23,16 +23,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from data.checks import printable
 from data.errors import DataError, UsageError
+from data.extras.sources.walk import matching
 from data.extras.survey.survey import FoundSet, Sets, one_place, survey
 from data.files import write_atomically
 from data.index.names import preview
 from data.index.shard import IMAGES
-from data.walk import matching
 from jobs.answer import Answer
 from jobs.extras.data_commands import near_path
 from jobs.extras.named_weights import check_weights_exist
+from jobs.extras.progress import ProgressMeter
 from jobs.named_stages import find_stage
-from jobs.progress import ProgressMeter
 from jobs.recipe.key import model_at
 from jobs.terminal import activity, as_typed, echo
 from pipeline.architecture import model_config

@@ -21,7 +21,7 @@ LONG_SAVE_S = 60.0
 SHM_WITH_GPUS = 2**30  # bytes; NCCL's manual recommends --shm-size=1g
 SHM = 2**26  # bytes; Docker's default
 OPEN_FILES_PER_WORKER = 8  # open files per other worker: gloo's connections in each process group
-OPEN_FILES = 512  # open files for everything else; shards use a quarter of any limit (data.shards.reader)
+OPEN_FILES = 512  # open files for everything else; shards use a quarter of any limit (data.reader)
 SLOW_PAIR = 3.0  # slowness relative to the fastest pair of the same kind; on two busy cores, equal pairs differ by less
 SLOW_REDUCTION = 0.5  # share of a step's compute time; by default DeepSpeed does not overlap it with the backward pass
 MAX_NODES_LISTED = 8  # maximum number of nodes listed by name

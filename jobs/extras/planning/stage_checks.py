@@ -16,7 +16,7 @@ from data.files import memory_text
 from data.images.augment import AugmentConfig, augment
 from data.images.decode import BadImage
 from data.index.index import Index
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 from jobs import cluster_config
 from jobs.extras.planning.memory_check import place_of
 from jobs.resolved_recipe import Campaign, Stage, index_if_made, reference

@@ -37,7 +37,7 @@ from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from jobs.extras.conversion import class_names, verify
 from jobs.extras.given_images import GivenImage, given_images
-from jobs.progress import ProgressMeter
+from jobs.extras.progress import ProgressMeter
 from models.catalog import normalise
 from pipeline.evaluation import any_weights
 from pipeline.extras.recorded_origin import recorded_loss

@@ -16,7 +16,7 @@ from typing import Any
 from data.errors import UsageError
 from data.extras.pages.page import jpeg_bytes
 from data.files import write_atomically
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 from jobs.cluster.supervisor import supervise
 from jobs.extras.replays.stretch import Replays
 from jobs.resolved_recipe import Context

@@ -18,8 +18,8 @@ from data.errors import PatchlineError
 from data.extras.pages.page import jpeg
 from data.images.decode import BadImage, decode
 from data.index.index import Index
+from data.reader import ShardReader
 from data.remote.config import CacheConfig
-from data.shards.reader import ShardReader
 from jobs.extras.history import RunHistory, StageHistory
 from jobs.terminal import COMMAND, as_typed
 from pipeline import artifacts

@@ -137,7 +137,7 @@ def follow(run: str) -> Answer:
     if job.exit_code is None or job.exit_code < 0 or job.exit_code - SIGNALLED in KILLS:
         raise ClusterError(
             f"job {job.id} ended without an exit code from Patchline: {job.status}, exit code {job.exit_code}\n"
-            "  its driver was killed, or its node is gone\n"
+            f"  its driver was killed, or its node is gone; Ray reports: {' '.join(job.message.split()) or 'nothing'}\n"
             f"  for the run's progress, run python -m jobs status {run}; to resume it, submit it again"
         )
     return Answer(document, code=job.exit_code)

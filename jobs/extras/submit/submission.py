@@ -85,6 +85,7 @@ class RayJob:
     started_s: float  # seconds since 1970
     exit_code: int | None
     last_line: str = ""  # last line of a running job's output; only set by `list_jobs`
+    message: str = ""  # Ray's reason for the status
 
     @property
     def alive(self) -> bool:
@@ -450,6 +451,7 @@ def _submitted_jobs(client: "JobSubmissionClient") -> list[RayJob]:
                 status=str(details.status),
                 started_s=(details.start_time or 0) / 1000,  # Ray uses milliseconds
                 exit_code=details.driver_exit_code,
+                message=details.message or "",
             )
             jobs.append(job)
     return sorted(jobs, key=attrgetter("started_s"))

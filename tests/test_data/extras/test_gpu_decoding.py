@@ -11,11 +11,11 @@ import torch
 
 from data.errors import ConfigError, DataError
 from data.extras.gpu_decoding import DeviceDecoder, torchcodec
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import Sample
 from data.images.augment import AugmentConfig, Encoded
 from data.loader import TrainLoader
 from data.order import Order
-from data.shards.packing import pack
-from data.sources.samples import Sample
 from pipeline.training_config import DataConfig
 
 pytestmark = pytest.mark.quick

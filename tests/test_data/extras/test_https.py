@@ -12,11 +12,11 @@ import pytest
 
 from data.errors import DataError, StorageError
 from data.extras import https
+from data.extras.shards.indexing import build_index
+from data.extras.shards.packing import pack
+from data.extras.sources.listing import size_of
+from data.extras.sources.samples import digits
 from data.remote import urls
-from data.remote.listing import size_of
-from data.shards.indexing import build_index
-from data.shards.packing import pack
-from data.sources.samples import digits
 from tests.support.certificates import certificate
 from tests.support.stores import QuietHandler, served
 

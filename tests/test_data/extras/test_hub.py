@@ -14,6 +14,9 @@ import torch
 
 from data.errors import DataError, StorageError
 from data.extras.hub import pin
+from data.extras.shards.indexing import build_index
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from data.index.index import Index
 from data.loader import TrainLoader
 from data.order import Order
@@ -21,9 +24,6 @@ from data.remote.cache import Cache
 from data.remote.config import CacheConfig
 from data.remote.urls import Refused, read_range
 from data.seal import unseal
-from data.shards.indexing import build_index
-from data.shards.packing import pack
-from data.sources.samples import digits
 from jobs.__main__ import main
 from tests.support.hub import TOKEN, Hub, hub
 

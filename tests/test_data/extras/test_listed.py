@@ -8,8 +8,8 @@ import pytest
 
 from data.errors import DataError
 from data.extras.listed import listed_rows
-from data.shards.packing import pack
-from data.sources.samples import digits
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 
 pytestmark = pytest.mark.quick
 

@@ -3,8 +3,8 @@
 import pytest
 
 from data.extras.reach import measure_reads
-from data.shards.packing import pack
-from data.sources.samples import digits
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 
 pytestmark = pytest.mark.quick
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from data.extras.shards.packing import pack
+from data.extras.shards.subset import Part, Rule, make_subsets
 from data.extras.shared_samples import shared_samples
-from data.shards.packing import pack
-from data.shards.subset import Part, Rule, make_subsets
-from data.sources.samples import digits
+from data.extras.sources.samples import digits
 
 pytestmark = pytest.mark.quick
 

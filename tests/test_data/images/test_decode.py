@@ -1,6 +1,7 @@
 """Decoding only the crop gives the same pixels as a full decode; broken files are refused with the reason."""
 
 import contextlib
+import ctypes
 import io
 import itertools
 import math
@@ -34,7 +35,6 @@ from data.images.decode import (
     reduced_box,
 )
 from data.images.preprocess import bilinear, resize_small
-from data.shards.packing import add_restarts
 
 pytestmark = pytest.mark.quick
 
@@ -56,6 +56,17 @@ def encoded(image: np.ndarray, kind: str = "JPEG", **options) -> bytes:
     return buffer.getvalue()
 
 
+def with_restarts(data: bytes) -> bytes | None:
+    """Return a JPEG with restart markers, as `pack --restarts` stores it; None if libjpeg warns."""
+    binding = library()
+    out = ctypes.c_void_p()
+    size = ctypes.c_ulong()
+    failed = binding.add_restarts(data, len(data), ctypes.byref(out), ctypes.byref(size))
+    jpeg = None if failed else ctypes.string_at(out, size.value)
+    binding.release(out)
+    return jpeg
+
+
 KINDS = {
     "4:4:4": {"subsampling": 0},
     "4:2:2": {"subsampling": 1},
@@ -72,7 +83,7 @@ def test_a_region_has_the_pixels_of_the_whole_at_every_scale(kind, restarts, mon
     width = 171  # 11 or 22 blocks per row: restart markers after each row, or after every second one
     data = encoded(scene(height, width), quality=85, **KINDS[kind])
     if restarts:
-        data = add_restarts(data)
+        data = with_restarts(data)
     rng = np.random.default_rng(1)
     for denominator in (1, 2, 4, 8):
         H = -(-height // denominator)
@@ -96,7 +107,7 @@ def test_photographs_decode_to_the_same_pixels_with_and_without_the_binding(monk
         photos = [tar.extractfile(member).read() for member in tar if member.name.endswith(".jpg")][:60]
     fast, slow = (np.empty((224, 224, 3), np.uint8) for _ in range(2))
     for number, photo in enumerate(photos):
-        packed = add_restarts(photo) or photo
+        packed = with_restarts(photo) or photo
         assert np.array_equal(decode(photo), decode(packed))
         augment(photo if number % 2 else packed, 224, Draws(number), AugmentConfig(), fast)
         with monkeypatch.context() as patch:
@@ -165,6 +176,7 @@ def test_decoding_continues_with_a_warning_without_a_compiler(monkeypatch, tmp_p
         library.cache_clear()
 
 
+@pytest.mark.slow
 @needs_binding
 def test_altered_cached_binding_is_recompiled(monkeypatch, tmp_path, caplog):
     """A bit flip in its code changed pixels without an error in 6 of 200 cases."""
@@ -391,7 +403,7 @@ def test_libjpeg_is_not_asked_for_more_pixels_than_a_header_may_claim():
     bomb = small[:at] + struct.pack(">HH", 40_000, 40_000) + small[at + 4 :]
     with pytest.raises(BadImage, match="not decodable"):
         decode_region(bomb, 1, (0, 0, 8, 8))
-    assert add_restarts(bomb) is None
+    assert with_restarts(bomb) is None
 
 
 def empty_scan(blocks: int) -> bytes:
@@ -484,7 +496,7 @@ def test_truncated_file_is_refused(kind):
 def test_no_bytes_however_mangled_do_more_than_raise_bad_image():
     rng = np.random.default_rng(0)
     jpg = encoded(scene(90, 90))
-    jpg = add_restarts(jpg) if library() else jpg
+    jpg = with_restarts(jpg) if library() else jpg
     whole = [jpg, encoded(scene(40, 40), "PNG"), encoded(scene(40, 40), "WEBP")]
     out = np.empty((16, 16, 3), np.uint8)
     for number in range(300):

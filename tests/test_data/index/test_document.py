@@ -9,16 +9,15 @@ from data.errors import DataError
 from data.index.document import load_index, seal_of
 from data.index.index import digest_of
 from data.index.shard import Shard
-from data.shards.packing import pack
-from data.sources.samples import digits
 from tests.support.hostile_names import HOSTILE_NAMES
+from tests.support.shards import digits, write_set
 
 pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
 def folder(tmp_path):
-    pack(list(digits(train=False, image_size=16))[:9], tmp_path / "set", name="t", names=tuple("abcdefghij"))
+    write_set(list(digits(train=False, image_size=16))[:9], tmp_path / "set", name="t", names=tuple("abcdefghij"))
     return tmp_path / "set"
 
 

@@ -7,15 +7,14 @@ import pytest
 
 from data.errors import DataError
 from data.index.index import exclude, join, shards_called
-from data.shards.packing import pack
-from data.sources.samples import digits
+from tests.support.shards import digits, write_set
 
 pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
 def index(tmp_path):
-    return pack(list(digits(train=False, image_size=16))[:9], tmp_path / "set", name="t", shard_samples=4)
+    return write_set(list(digits(train=False, image_size=16))[:9], tmp_path / "set", name="t", shard_samples=4)
 
 
 def test_rows_are_numbered_shard_after_shard(index):
@@ -33,7 +32,7 @@ def test_a_shard_lies_in_the_directory_of_the_set(index):
 
 
 def test_joined_sets_follow_each_other(index, tmp_path):
-    other = pack(list(digits(train=True, image_size=16))[:5], tmp_path / "other", name="o", shard_samples=4)
+    other = write_set(list(digits(train=True, image_size=16))[:5], tmp_path / "other", name="o", shard_samples=4)
     both = join([index, other], [1.0, 1.0])
     assert both.shard_samples.tolist() == [4, 4, 1, 4, 1]
     assert both.location(3) == f"{other.directory}/o-000000.tar"

@@ -25,8 +25,7 @@ from data.index.index import Index, exclude, join
 from data.index.shard import MappedShards, Shard, write_columns
 from data.loader import TrainLoader
 from data.order import Mixture, Order
-from data.shards.packing import pack
-from data.sources.samples import digits
+from tests.support.shards import digits, write_set
 
 ROWS = [
     [f"größe/train-{number:06d}.tar", 10 + number % 7, 1000 * number, f"{number:064x}", f"{number + 1:064x}"]
@@ -213,7 +212,7 @@ def test_sets_are_joined_and_shards_excluded_as_in_a_small_index(path, monkeypat
 
 
 def test_a_loader_gives_the_same_batches_from_a_mapped_index(tmp_path, monkeypatch):
-    made = pack(islice(digits(True), 120), tmp_path / "set", shard_samples=20)
+    made = write_set(islice(digits(True), 120), tmp_path / "set", shard_samples=20)
     assert isinstance(made.shards, tuple)
     monkeypatch.setattr(document, "LARGE", 0)
     mapped = load_index(tmp_path / "set")

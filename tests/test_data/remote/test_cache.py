@@ -12,7 +12,6 @@ from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,38 +19,17 @@ from data.decoder import send_heartbeat
 from data.errors import DataError, StorageError
 from data.loader import TrainLoader
 from data.order import Ledger, Order
+from data.reader import ShardReader
 from data.remote import cache as cache_module
 from data.remote import urls
 from data.remote.cache import Cache, Prefetcher
 from data.remote.config import CacheConfig
-from data.shards.indexing import build_index
-from data.shards.reader import ShardReader
 from jobs.__main__ import main
 from jobs.run.session import run_campaign
 from tests.support import campaigns
-from tests.support.stores import store
+from tests.support.shards import index_at
 
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 1.0}
-
-
-@pytest.fixture(scope="module", params=["s3", "gs", "az"])
-def storage(request, local, tmp_path_factory):
-    """Serve the shards on loopback with a scheme's protocol, through a proxy that injects faults."""
-    files = {f"set/{shard.name}": Path(local.location(n)) for n, shard in enumerate(local.shards)}
-    files |= {"mixed/a.tar": Path(local.location(0)), "mixed/b.tar.gz": Path(local.location(1))}
-    with store(request.param, files) as proxy:
-        proxy.set = f"{request.param}://images/set"
-        proxy.index = build_index(local.directory, output=tmp_path_factory.mktemp("i"), name="train", at=proxy.set)
-        yield proxy
-
-
-@pytest.fixture
-def faulty(storage):
-    storage.gets.clear()
-    urls.forget_credentials()
-    urls._denied_since.clear()
-    yield storage
-    storage.fault = lambda path: None
 
 
 def take(index, cache, steps=8, **options):
@@ -102,7 +80,8 @@ def test_error_for_silent_storage_does_not_blame_decoding_processes(faulty, tmp_
     faulty.fault = lambda path: "stall"
     cache = CacheConfig(str(tmp_path), attempts=2, backoff_s=0.001, timeout_s=0.3)
     with pytest.raises(StorageError, match=r"://images/set/train-00000\d.tar: no response after 2 attempts"):
-        take(faulty.index, cache, steps=1, processes=1, timeout_s=1.0)
+        # On a busy machine a new process needs seconds until it answers.
+        take(faulty.index, cache, steps=1, processes=1, timeout_s=20.0)
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
@@ -112,14 +91,14 @@ def test_decoding_processes_wait_for_a_shard_as_long_as_it_grows(faulty, local, 
 
     def slow(*piece):
         calls.append(piece)
-        time.sleep(0.25)
+        time.sleep(0.5)
         return urls.read_range(*piece)
 
     size = max(shard.bytes for shard in faulty.index.shards)
     monkeypatch.setattr(cache_module, "read_range", slow)
     monkeypatch.setattr(cache_module, "PIECE", size // 16)
     cache = CacheConfig(str(tmp_path), fetchers=8, **PATIENT)
-    images = take(faulty.index, cache, steps=1, processes=1, timeout_s=2.0)
+    images = take(faulty.index, cache, steps=1, processes=1, timeout_s=4.0)
     assert torch.equal(images, take(local, None, steps=1))
     assert len(calls) > 16
 
@@ -154,7 +133,7 @@ def test_stopping_does_not_wait_for_pending_shards(local, tmp_path, monkeypatch)
     monkeypatch.setattr("data.remote.cache.read_range", lambda *piece: (first.set(), time.sleep(0.1), slow(*piece))[2])
     order = Order(local.shard_samples, seed=0, batch_size=40)
     prefetcher = Prefetcher(elsewhere, order, range(40), 0, CacheConfig(str(tmp_path), fetchers=1))
-    assert first.wait(10)
+    assert first.wait(60)
     prefetcher.stop()
     prefetcher.thread.join()
     assert len(asked) == 1
@@ -169,43 +148,6 @@ def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
         cache.path(faulty.index.location(0), replace(faulty.index.shards[0], sha256="0" * 64))
     assert not list(tmp_path.glob("*.tar"))
     assert not any(part.stat().st_size for part in tmp_path.glob("*.part"))
-
-
-def test_tars_are_indexed_in_place_and_no_copy_remains(faulty, local, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("data.remote.urls.random.uniform", lambda low, high: 0)
-    chance = random.Random(0)
-    faulty.fault = lambda path: 503 if chance.random() < 0.3 else None
-    for number, source in enumerate(
-        (faulty.set, [f"{faulty.set}/*.tar"], [f"{faulty.set}/train-{{000000..000007}}.tar"])
-    ):
-        index = build_index(source, output=tmp_path / str(number), workers=2)
-        assert (index.digest, index.directory) == (local.digest, faulty.set)
-        assert np.array_equal(index.table(3), local.table(3))
-    assert not list((tmp_path / "cache" / "patchline" / "shards").glob("*.[!l]*")), "a copy stays"
-
-
-def test_compressed_tars_next_to_plain_ones_are_not_ignored_silently(faulty, tmp_path):
-    mixed = faulty.set.replace("/set", "/mixed")
-    with pytest.raises(DataError, match=r"/mixed: 'b\.tar\.gz' are compressed tars and would be ignored"):
-        build_index(mixed, output=tmp_path)
-    assert len(build_index(f"{mixed}/*.tar", output=tmp_path).shards) == 1
-
-
-def test_index_command_stopped_by_the_storage_resumes_without_downloading_again(
-    faulty, local, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("data.remote.urls.random.uniform", lambda low, high: 0)
-    command = ["index", faulty.set, "--output", str(tmp_path / "index"), "--name", "train"]
-    faulty.fault = lambda path: 503 if "000005" in path else None
-    assert main(command) == 69
-    assert f"{faulty.set}/train-000005.tar: no response after 8 attempts" in capsys.readouterr().err
-    faulty.fault = lambda path: None
-    faulty.gets.clear()
-    assert main(command) == 0
-    assert len(faulty.gets) == 3
-    assert f"400 samples in 8 shards, 10 classes, digest {local.digest[:12]}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
@@ -234,34 +176,6 @@ def test_a_run_reads_remote_sets_through_the_cache_that_its_recipe_names(faulty,
         ledger = ledger.update(step, *order.batch(step))
     done = json.loads((loaded.directory(loaded.stage("pretrain")) / "done.json").read_text())
     assert done["ledger"] == ledger.hex, "the same as of a local copy"
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (["s3://images/set", "/data/set"], "expected only URLs"),
-        (["https://host/set"], "files cannot be listed over https"),
-        (["https://user:secret@host/a.tar"], "https://host/a.tar: the index would store the password or signature"),
-        (["https://host/a.tar?sig=secret"], "https://host/a.tar: the index would store the password or signature"),
-        (["pipe://host/a.tar"], "is not supported"),
-        (["https://host/set//a.tar"], "https://host/set//a.tar: some clients treat two consecutive slashes as one"),
-    ],
-)
-def test_urls_that_cannot_be_indexed_are_refused(tmp_path, source, message):
-    with pytest.raises(DataError, match=message) as error:
-        build_index(source, output=tmp_path)
-    assert "secret" not in str(error.value)
-
-
-def test_a_key_in_the_url_that_runs_read_from_is_refused_too(local, tmp_path):
-    for at, message in (
-        ("s3://me:secret@b/set", "the index would store the password or signature"),
-        ("http://host/set", "is not supported"),
-    ):
-        with pytest.raises(DataError, match=message) as error:
-            build_index(local.directory, output=tmp_path, at=at)
-        assert "secret" not in str(error.value)
-        assert not list(tmp_path.iterdir())
 
 
 def fake_storage(monkeypatch, content: bytes) -> list[tuple[int, int]]:
@@ -362,7 +276,7 @@ def test_busy_loader_does_not_block_a_download(tmp_path, monkeypatch):
 
 
 def test_error_names_a_cache_folder_that_cannot_be_created(local, tmp_path):
-    remote_index = build_index(local.directory, output=tmp_path / "i", name="train", at="s3://b/set")
+    remote_index = index_at(local, "s3://b/set", tmp_path / "i")
     with pytest.raises(
         StorageError, match=r"cannot create the cache folder /proc/x \(.*\); set another cache\.directory"
     ):

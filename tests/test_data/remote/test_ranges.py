@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
+from data import reader
 from data.decoder import DecoderProcess
 from data.errors import DataError, StorageError
 from data.index.index import Index
 from data.index.shard import SampleRow
 from data.loader import TrainLoader
 from data.order import Order
+from data.reader import ShardReader
 from data.remote import cache as cache_module
 from data.remote import ranges, urls
 from data.remote.cache import Cache, Prefetcher
 from data.remote.config import CacheConfig
-from data.shards import reader
-from data.shards.indexing import build_index
-from data.shards.reader import ShardReader
+from tests.support.shards import index_at
 from tests.support.stores import store
 
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 30.0}
@@ -38,7 +38,7 @@ def s3(local, tmp_path_factory):
     files = {f"set/{shard.name}": Path(local.location(number)) for number, shard in enumerate(local.shards)}
     with store("s3", files) as proxy:
         at = "s3://images/set"
-        proxy.index = build_index(local.directory, output=tmp_path_factory.mktemp("i"), name="train", at=at)
+        proxy.index = index_at(local, at, tmp_path_factory.mktemp("i"))
         yield proxy
 
 
@@ -346,7 +346,7 @@ def test_cause_of_waiting_for_the_first_batch_is_logged(faulty, local, tmp_path)
 
 def test_decoding_processes_read_by_range_too(faulty, local, tmp_path, monkeypatch):
     # A decoding process is a Python of its own: it takes small shards for worth it because of what it imports first.
-    (tmp_path / "sitecustomize.py").write_text("from data.shards import reader\n\nreader.SMALLEST = 0\n")
+    (tmp_path / "sitecustomize.py").write_text("from data import reader\n\nreader.SMALLEST = 0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(DecoderProcess, "restart", lambda self: pytest.fail("a process died, or was silent"))
     cfg = CacheConfig(str(tmp_path / "cache"), **PATIENT)

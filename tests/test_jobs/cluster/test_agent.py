@@ -133,7 +133,7 @@ def test_store_uses_the_port_of_the_fork_server(served) -> None:
     with pytest.raises(RuntimeError, match=r"the fork server of .* has died"):
         under_test.listen()
     # A connection that two threads close at once closes its descriptor twice.
-    dying.join(10)
+    dying.join(60)
 
 
 @pytest.mark.parametrize("behind", [0, 1, -1])
@@ -179,7 +179,7 @@ def test_ending_an_attempt_kills_living_workers_and_waits_for_the_fork_server(se
     wait_until(lambda: under_test.poll(0, 0.0, {}).workers[0].is_stopped, 10)
     threading.Timer(0.1, server.send, [WorkerEnded(sleeper.pid, -9)]).start()
     under_test.end()
-    assert sleeper.wait(10) == -9
+    assert sleeper.wait(60) == -9
 
 
 def test_another_process_with_the_pid_of_an_ended_worker_survives(served, tmp_path) -> None:

@@ -81,7 +81,7 @@ def full(two) -> Iterator["ClusterInfo"]:
     info = connect(two["ray"])
     nodes_of(two["ray"]).release()  # places that an earlier test has kept for its next attempt
     group = ray.util.placement_group([{"CPU": info.cpus}])
-    assert group.wait(30)
+    assert group.wait(60)
     yield info
     ray.util.remove_placement_group(group)
 
@@ -276,7 +276,7 @@ def test_worker_stopped_by_a_signal_is_detected_and_named(backend, two, tmp_path
     ("backend", "victim", "cause"),
     [
         ("processes", "jobs.cluster.fork_server", "fork server died"),
-        ("ray", "jobs.cluster.fork_server", "fork server died"),
+        pytest.param("ray", "jobs.cluster.fork_server", "fork server died", marks=pytest.mark.slow),
         ("ray", "RayAgent", r"its node's agent died \(killed, or crashed\)"),
     ],
 )
@@ -302,7 +302,14 @@ def test_workers_die_with_their_fork_server_or_agent_and_the_next_attempt_has_a_
     assert run(sleep, task, two[backend], tmp_path, name="next") == "stopped"
 
 
-@pytest.mark.parametrize("phase", ["before the workers start", "during the stage", "at its end"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param("before the workers start", marks=pytest.mark.slow),
+        "during the stage",
+        pytest.param("at its end", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("backend", ["processes", pytest.param("ray", marks=pytest.mark.slow)])
 def test_frozen_fork_server_is_named_and_replaced(backend, phase, two, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("jobs.cluster.agent.FROZEN_S", 2.0)  # of the agent in this process; Ray's waits 10 s
@@ -472,7 +479,7 @@ def test_command_waiting_for_a_full_cluster_ends_with_75_after_a_signal(full, re
     try:
         wait_until(lambda: "waiting for the cluster: room for 0 of 2 workers" in (tmp_path / "said").read_text(), 60)
         driver.send_signal(signal.SIGTERM)
-        assert driver.wait(20) == 75  # cluster.wait_s has no limit
+        assert driver.wait(60) == 75  # cluster.wait_s has no limit
     finally:
         driver.kill()
     assert "stopped before the workers started, at the beginning (no checkpoint" in (tmp_path / "said").read_text()
@@ -763,7 +770,7 @@ def test_exception_in_on_tick_ends_the_worker_group_and_disconnecting_ends_the_c
         directories = cluster_directories(family)
         assert len(directories) == 1
         disconnect()
-        assert not psutil.wait_procs(family, timeout=5)[1]
+        assert not psutil.wait_procs(family, timeout=60)[1]
         assert not any(directory.exists() for directory in directories)
 
 

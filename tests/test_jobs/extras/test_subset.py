@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import Sample
 from data.index.index import Index
-from data.shards.packing import pack
-from data.sources.samples import Sample
 from jobs.__main__ import main
 from tests.support.tars import picture
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from data.errors import ConfigError
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from data.index.index import Index
 from data.remote import cache
 from data.seal import unseal
-from data.shards.packing import pack
-from data.sources.samples import digits
 from jobs.__main__ import main
 from jobs.extras.url_sets import with_indexed_urls
 from jobs.resolved_recipe import StageSection
@@ -161,6 +161,7 @@ def test_run_on_urls_of_the_hub_has_the_ledger_of_local_files_and_hides_the_toke
         assert b"signature=" not in text
 
 
+@pytest.mark.slow
 def test_run_keeps_its_commit_after_the_branch_has_moved(server, tmp_path, capsys) -> None:
     run(tmp_path, URL, "hf://datasets/me/photos/test")
     server.commits["b" * 40] = {"train/other.tar": next(iter(server.commits[server.main].values()))}

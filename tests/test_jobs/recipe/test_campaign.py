@@ -5,11 +5,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import stat
 import subprocess
 import tarfile
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -18,12 +16,11 @@ import torch
 import models
 from data.images import preprocess
 from data.index.document import load_index
-from data.shards import packing
-from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
 from pipeline.checkpoints import manifest
 from pipeline.monitoring.telemetry import read_metrics
 from tests.support.campaigns import load
+from tests.support.shards import Picture, digits, write_set
 from tests.support.tars import picture, write_tar
 
 ROOT = Path(__file__).parents[3]
@@ -160,41 +157,6 @@ def test_a_tilde_that_the_shell_did_not_expand_is_expanded(recipe, shards, tmp_p
     assert not (tmp_path / "~").exists()
 
 
-def test_source_images_are_required_only_before_packing(tmp_path, capsys):
-    images = tmp_path / "images"
-    recipe = tmp_path / "pack.yaml"
-    recipe.write_text(f"run: {tmp_path}/run\nshards: {{kind: pack, sets: {{train: {{path: {images}}}}}}}\n")
-    assert main(["plan", str(recipe)]) == 0
-    assert f"{images}" in capsys.readouterr().out.partition("still missing")[2]
-    assert main(["run", str(recipe)]) == 65
-    assert f"shards.sets.train.path: source folder: no file or folder at {images}" in capsys.readouterr().err
-    assert not list((tmp_path / "run").glob("shards-*"))
-
-    for sample in islice(digits(train=True, image_size=16), 4):
-        path = images / f"class-{sample.labels[0]}" / f"{sample.key}.{sample.extension}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(sample.read())
-    assert main(["run", str(recipe)]) == 0
-    shutil.rmtree(images)
-    capsys.readouterr()
-    assert main(["plan", str(recipe)]) == 0
-    out = capsys.readouterr().out
-    assert "finished, would be skipped" in out
-    assert "MISSING" not in out
-    assert main(["run", str(recipe)]) == 0
-
-    # `plan` announces as skipped only the stages that `run` would skip.
-    (record,) = (tmp_path / "run").glob("shards-*/provenance.json")
-    record.write_bytes(record.read_bytes().replace(b"shards", b"shard5", 1))
-    said = []
-    for command in ("plan", "run"):
-        capsys.readouterr()
-        assert main([command, str(recipe)]) == 65
-        said.append(error_of(capsys))
-    assert "provenance.json has changed" in said[0]
-    assert said[0] == said[1]
-
-
 def test_missing_and_truncated_files_of_a_packed_data_set_are_detected_before_use(tmp_path, capsys):
     recipe = tmp_path / "pack.yaml"
     packs = (
@@ -241,36 +203,6 @@ def test_missing_and_truncated_files_of_a_packed_data_set_are_detected_before_us
     assert main(["run", str(recipe)]) == 0
     assert load_index(index).digest == digest
     assert tar.read_bytes() == content
-
-
-def test_an_interrupted_pack_stage_resumes_and_makes_the_same_data_set(tmp_path, monkeypatch, capsys):
-    recipe = tmp_path / "pack.yaml"
-    recipe.write_text(
-        f"run: {tmp_path}/run\n"
-        "shards: {kind: pack, shard_samples: 100, sets: {train: {source: digits, image_size: 16}}}\n"
-    )
-
-    def with_a_signal(cfg, numbering):
-        for number, sample in enumerate(digits(train=True, image_size=16)):
-            if number == 350:
-                os.kill(os.getpid(), signal.SIGTERM)
-            yield sample
-
-    with monkeypatch.context() as patch:
-        patch.setattr("jobs.stages.pack.samples_of", with_a_signal)
-        assert main(["run", str(recipe)]) == 75
-    said = capsys.readouterr()
-    assert "stopped by SIGTERM; " in said.err
-    assert "is kept, run the same command again" in said.err
-    (folder,) = (tmp_path / "run").glob("shards-*")
-    assert len(list(folder.glob("train/train-*.tar"))) <= 3, "the fourth was being filled"
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 75
-
-    assert main(["run", str(recipe)]) == 0
-    expected = packing.pack(
-        digits(train=True, image_size=16), tmp_path / "undisturbed", shard_samples=100, names=DIGITS
-    )
-    assert load_index(folder / "train").digest == expected.digest
 
 
 @pytest.mark.parametrize(
@@ -475,10 +407,10 @@ def test_a_short_shard_of_a_later_stage_is_found_before_the_first_one_runs(recip
 
 def test_too_many_corrupt_images_stop_training_with_65_and_name_the_first(recipe, shards, tmp_path, capsys):
     broken = (
-        Sample(s.key, b"\xff\xd8 no jpeg" if n % 5 == 0 else s.image, s.labels)
+        Picture(s.key, b"\xff\xd8 no jpeg" if n % 5 == 0 else s.image, s.labels)
         for n, s in enumerate(digits(train=True, image_size=16))
     )
-    packing.pack(broken, tmp_path / "broken", name="train")
+    write_set(broken, tmp_path / "broken", name="train")
     path = f"pretrain.data.train={tmp_path / 'broken'}"
     assert main(["run", str(recipe), path]) == 65
     captured = capsys.readouterr()

@@ -14,14 +14,12 @@ from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index, seal_of
 from data.index.index import join
-from data.shards.packing import pack
-from data.shards.reader import ShardReader
-from data.sources.numbering import number
-from data.sources.samples import Sample
+from data.reader import ShardReader
 from jobs.__main__ import main
 from jobs.recipe import class_names
 from jobs.resolved_recipe import Available
 from tests.support.campaigns import load
+from tests.support.shards import Picture, write_set
 from tests.support.tars import write_tar
 
 
@@ -110,20 +108,6 @@ def test_classes_can_be_numbered_as_in_another_pack_stage(tmp_path):
     assert main(["run", recipe_of(tmp_path, f"train: {{path: {tmp_path}/train}}", more)]) == 0
     (packed,) = (tmp_path / "run").glob("later-*")
     assert labels_by_class(packed / "test") == {"bird": {b"1"}, "cat": {b"2"}}
-
-
-def test_renaming_merges_classes_but_equal_names_of_the_source_stay_separate():
-    merged = number(("cat", "kitty", "dog"), rename={"kitty": "cat"})
-    assert merged.names == ("cat", "dog")
-    assert merged.ids == {0: 0, 1: 0, 2: 1}
-    assert merged.labels((1, 2, 0), "a") == (0, 1)
-    cranes = ("crane", "heron", "crane")
-    assert number(cranes).ids is None
-    assert number(cranes, cranes).ids is None
-    with pytest.raises(DataError, match=r"1 of its 1 classes are not in the class list: 'crane'"):
-        number(("crane",), ("heron", "crane", "crane"))
-    with pytest.raises(DataError, match=r"sample a has label 3, but there are 2 class names"):
-        number((), ("a", "b")).labels((3,), "a")
 
 
 # -------------------------------------------------------------------------------- class lists
@@ -229,9 +213,9 @@ def test_unknown_names_and_ambiguous_class_lists_are_refused(texts, tmp_path, ca
 
 
 def test_the_digest_of_an_index_covers_class_names(tmp_path):
-    samples = [Sample(f"s{n}", picture(n), (n,)) for n in range(2)]
-    named = pack(samples, tmp_path / "named", name="set", names=("cat", "dog", "cow"))
-    nameless = pack(samples, tmp_path / "nameless", name="set")
+    samples = [Picture(f"s{n}", picture(n), (n,)) for n in range(2)]
+    named = write_set(samples, tmp_path / "named", name="set", names=("cat", "dog", "cow"))
+    nameless = write_set(samples, tmp_path / "nameless", name="set")
     (shard,) = nameless.shards
     described = [1, [[shard.name, shard.samples, shard.bytes, shard.sha256]], [1, 1]]
     assert nameless.digest == sha256(json.dumps(described).encode()).hexdigest()
@@ -246,8 +230,8 @@ def test_the_digest_of_an_index_covers_class_names(tmp_path):
 
 
 def test_class_names_are_kept_only_from_an_index_of_the_same_tars(tmp_path, capsys):
-    samples = [Sample(f"s{n}", picture(n), (n,)) for n in range(2)]
-    named = pack(samples, tmp_path / "set", name="set", names=("cat", "dog"))
+    samples = [Picture(f"s{n}", picture(n), (n,)) for n in range(2)]
+    named = write_set(samples, tmp_path / "set", name="set", names=("cat", "dog"))
     command = ["index", f"{tmp_path}/set"]
     assert main(command) == 0
     assert load_index(tmp_path / "set").digest == named.digest
@@ -260,9 +244,9 @@ def test_class_names_are_kept_only_from_an_index_of_the_same_tars(tmp_path, caps
 
 
 def test_data_sets_with_different_class_names_are_not_joined(tmp_path):
-    samples = [Sample(f"s{n}", picture(n), (n,)) for n in range(2)]
+    samples = [Picture(f"s{n}", picture(n), (n,)) for n in range(2)]
     sets = [
-        pack(samples, tmp_path / f"{n}", name="set", names=names)
+        write_set(samples, tmp_path / f"{n}", name="set", names=names)
         for n, names in enumerate([("cat", "dog"), (), ("cat", "dog", "cow"), ("dog", "cat")])
     ]
     assert join(sets[:3], [1, 1, 1]).names == ("cat", "dog", "cow")
@@ -302,13 +286,13 @@ fewshot: {{init: "@resize", probe: {{train: {a}/a, test: {c}, shots: [1]}}}}
 @pytest.fixture
 def three_sets(tmp_path: Path) -> Path:
     """Pack data sets: `a` and `b` with the same class names, `c` with others, `d` without; `e` has other samples."""
-    samples = [Sample(f"s{n}", picture(60 * n), (n % 3,)) for n in range(4)]
+    samples = [Picture(f"s{n}", picture(60 * n), (n % 3,)) for n in range(4)]
     named = {"a": ("airplane", "bird", "cat"), "b": ("airplane", "bird"), "c": ("bird", "cat", "cow"), "d": ()}
     for name, names in named.items():
         counted = samples if name != "b" else samples[:2]
-        pack(counted, tmp_path / name, name=name, names=names)
-    others = [Sample(f"e{n}", picture(50 * n + 10), (n % 3,)) for n in range(4)]
-    pack(others, tmp_path / "e", name="e", names=named["a"])
+        write_set(counted, tmp_path / name, name=name, names=names)
+    others = [Picture(f"e{n}", picture(50 * n + 10), (n % 3,)) for n in range(4)]
+    write_set(others, tmp_path / "e", name="e", names=named["a"])
     return tmp_path
 
 

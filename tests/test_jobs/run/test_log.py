@@ -175,7 +175,7 @@ def test_lines_missed_by_a_stuck_terminal_are_counted_and_reported(monkeypatch):
         assert stuck.close() == 31
         # Somebody scrolls, and the queued lines are written.
         os.read(reader, 4096)
-        stuck.thread.join(10)
+        stuck.thread.join(60)
         shown = os.read(reader, 4096).decode().splitlines()
     os.close(reader)
     notice = "(20 lines are not shown, because this terminal was blocked; they are in log.txt)"

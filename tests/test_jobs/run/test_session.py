@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from data.errors import ClusterError, DataError, Preempted, RunOwned
-from data.sources.samples import digits
 from jobs.ownership import Lease
 from jobs.resolved_recipe import Campaign
 from jobs.run.reading import StatusMessage
 from jobs.run.session import Stopper, run_campaign, stages_of
 from jobs.run.watchers import Watcher
 from tests.support import campaigns
+from tests.support.shards import digits
 
 pytestmark = pytest.mark.quick
 

@@ -18,9 +18,6 @@ from data.evaluation import EvaluationSet
 from data.images import preprocess
 from data.index.document import load_index
 from data.seal import seal
-from data.shards.packing import pack
-from data.shards.subset import Rule
-from data.sources.samples import DIGITS, digits
 from jobs.__main__ import COMMANDS, main
 from jobs.cluster.worker import Task
 from jobs.cluster.worker_group import run_worker_group
@@ -35,8 +32,8 @@ from pipeline.evaluation import any_weights
 from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
 from pipeline.recipe import Recipe
 from tests.support import campaigns, ranks
-from tests.support.archives import make_subset
 from tests.support.golden import GOLDEN
+from tests.support.shards import DIGIT_NAMES, digits, write_set
 
 LOCAL = ("cluster.backend=processes", "micro_batch=32")
 
@@ -52,10 +49,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a read-only folder with two data sets of named digits, and random weights with the same class names."""
     folder = tmp_path_factory.mktemp("evaluate")
     for name in ("train", "test"):
-        pack(digits(name == "train", image_size=16), folder / name, name=name, shard_samples=100, names=DIGITS)
+        write_set(
+            digits(name == "train", image_size=16), folder / name, name=name, shard_samples=100, names=DIGIT_NAMES
+        )
     model = models.from_config(models.config_of("mu/8", 16, 10), torch.Generator().manual_seed(0))
     torch.nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
-    models.save(model, folder / "weights", class_names=DIGITS)
+    models.save(model, folder / "weights", class_names=DIGIT_NAMES)
     record_weights(folder / "weights")
     return folder
 
@@ -124,7 +123,7 @@ def test_two_workers_evaluate_every_sample_once(
         }
         assert (result["train"] is not None) == (name in FEATURES)
         assert result["leaks"] == "not checked"
-    assert [entry["name"] for entry in by_protocol["per-class"]["classes"]] == list(DIGITS)
+    assert [entry["name"] for entry in by_protocol["per-class"]["classes"]] == list(DIGIT_NAMES)
     counted = Counter(zip(labels.tolist(), logits.argmax(1).tolist(), strict=True))
     mistakes = {pair: times for pair, times in counted.items() if pair[0] != pair[1]}
     confusions = by_protocol["per-class"]["confusions"]
@@ -252,7 +251,7 @@ def test_only_a_changed_data_set_or_protocol_is_evaluated_again(
     shutil.copytree(world / "weights", tmp_path / "weights")
     model = models.load(tmp_path / "weights")
     model.head.weight.data *= 2
-    models.save(model, tmp_path / "weights", class_names=DIGITS)
+    models.save(model, tmp_path / "weights", class_names=DIGIT_NAMES)
     record_weights(tmp_path / "weights")
     judged(world, tmp_path, "--protocol", "top-1", weights=str(tmp_path / "weights"))
     assert workers.asked[6:] == [("test", "top-1")], "other weights"
@@ -326,7 +325,7 @@ def test_leaks_list_which_training_sets_were_compared(
     sets = {"train": world / "train", "test": world / "test"}
     for number, name in enumerate(("pretrain", "extra", "finetune", "other")):
         sets[name] = tmp_path / name
-        pack(list(digits(True, image_size=16))[number : number + 20], sets[name], name=name, names=DIGITS)
+        write_set(list(digits(True, image_size=16))[number : number + 20], sets[name], name=name, names=DIGIT_NAMES)
     first = {"data.mixture.a.train": str(sets["pretrain"]), "data.mixture.b.train": str(sets["extra"])}
     trained(tmp_path / "first", world, {**first, "probe.train": str(sets["other"])})
     second = {"init": str(tmp_path / "first"), "data.evaluate": str(sets["other"]), "data.train": str(sets["finetune"])}
@@ -364,8 +363,8 @@ def test_training_sets_are_identified_by_digest_not_path(
     monkeypatch.setattr(stage, "supervise", Workers())
     images = list(digits(True, image_size=16))
     for name, first in (("old", 0), ("new", 40)):
-        pack(images[first : first + 20], tmp_path / name, name="train", names=DIGITS)
-    part = make_subset(load_index(world / "train"), tmp_path / "part", Rule(part=":50"), name="part")
+        write_set(images[first : first + 20], tmp_path / name, name="train", names=DIGIT_NAMES)
+    assert main(["subset", str(world / "train"), "--part", ":50", "--output", str(tmp_path / "part")]) == 0
     digest = {name: load_index(tmp_path / name).digest for name in ("old", "new", "part")}
     shutil.copytree(tmp_path / "old", tmp_path / "set")
     first = trained(tmp_path / "first", world, {"data.train": str(tmp_path / "part")})
@@ -385,7 +384,7 @@ def test_training_sets_are_identified_by_digest_not_path(
     document = judged(world, tmp_path / "out", f"leaks={tmp_path / 'leaks.json'}", weights=str(second))
     verdict = document["results"][0]["leaks"]
     assert [one["digest"] for one in verdict["not_checked"]] == [digest["old"]]
-    assert [one["digest"] for one in verdict["checked"]] == [digest["part"]] == [part.digest]
+    assert [one["digest"] for one in verdict["checked"]] == [digest["part"]]
 
     # Other weights at the path of the initial weights: their training sets are not those of the stage.
     with open(first / "weights.safetensors", "r+b") as file:
@@ -403,7 +402,7 @@ def test_weights_are_evaluated_with_their_recorded_preprocessing(
     monkeypatch.setattr(stage, "supervise", Workers())
     ops = "resize_small(20)|central_crop(16)"
     model = models.load(world / "weights")
-    models.save(model, tmp_path / "weights", class_names=DIGITS, preprocessing=preprocessing_of(ops, model.config))
+    models.save(model, tmp_path / "weights", class_names=DIGIT_NAMES, preprocessing=preprocessing_of(ops, model.config))
     record_weights(tmp_path / "weights")
     squash = "resize((16, 16))"
     other = "resize(16, antialias=True)"
@@ -448,8 +447,8 @@ def test_invalid_evaluations_are_refused_before_workers_start(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stage, "supervise", Workers())
-    swapped = (*DIGITS[:3], DIGITS[4], DIGITS[3], *DIGITS[5:])
-    pack(digits(False, image_size=16), tmp_path / "swapped", name="test", names=swapped)
+    swapped = (*DIGIT_NAMES[:3], DIGIT_NAMES[4], DIGIT_NAMES[3], *DIGIT_NAMES[5:])
+    write_set(digits(False, image_size=16), tmp_path / "swapped", name="test", names=swapped)
     few = models.from_config(models.config_of("mu/8", 16, 3), torch.Generator())
     models.save(few, tmp_path / "few")
     headless = models.from_config(models.config_of("mu/8", 16, 0), torch.Generator())
@@ -466,7 +465,7 @@ def test_invalid_evaluations_are_refused_before_workers_start(
             78,
             "sets.test.train is missing, but a training set is needed for knn",
         ),
-        ([weights, str(tmp_path / "swapped")], 65, f"class 3 is '{DIGITS[3]}' and '{DIGITS[4]}'"),
+        ([weights, str(tmp_path / "swapped")], 65, f"class 3 is '{DIGIT_NAMES[3]}' and '{DIGIT_NAMES[4]}'"),
         ([weights, test, f"train={tmp_path / 'swapped'}", "--protocol", "knn"], 65, "class 3 is"),
         (
             [weights, test, f"train={copied}", "--protocol", "knn"],

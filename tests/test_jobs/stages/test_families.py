@@ -54,7 +54,9 @@ fewshot: {{init: "@pretrain", probe: {{train: "@shards/test", test: "@parts/few"
 """
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name in ("vit", "bit") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_every_stage_works_with_every_model_family(family: str, tmp_path: Path) -> None:
     name, fields, width = FAMILIES[family]
     objective = "masked" if family == "masked" else "classification"

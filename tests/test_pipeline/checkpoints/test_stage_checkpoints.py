@@ -291,7 +291,7 @@ def slow_disk(monkeypatch) -> Iterator[SimpleNamespace]:
 
     def delete(path: Path, **options: bool) -> None:
         disk.was_asked.set()
-        disk.may_delete.wait(10)
+        disk.may_delete.wait(60)
         rmtree(path, **options)
 
     monkeypatch.setattr(folder_storage.shutil, "rmtree", delete)
@@ -310,7 +310,7 @@ def deleting(slow_disk, tmp_path) -> Iterator[savers.WorkerGroup]:
         group.save(step)
     group.begin(30)
     assert group.finish_only() is not None  # returns although nothing is deleted yet
-    assert slow_disk.was_asked.wait(10)
+    assert slow_disk.was_asked.wait(60)
     with group.collectives():
         yield group
 

@@ -14,7 +14,6 @@ from torch import nn
 from data.errors import DataError
 from data.index.index import Index
 from data.index.shard import Shard
-from data.sources.samples import digits
 from pipeline.evaluation import document
 from pipeline.evaluation.evaluator import EvaluationGroup, Evaluator, Request, result_of
 from pipeline.evaluation.features import FeatureStore
@@ -30,6 +29,7 @@ from pipeline.evaluation.protocols import (
 from pipeline.monitoring.watchdog import Phases
 from tests.support import evaluated_sets
 from tests.support.evaluated_sets import CPU, NAMES, Sums, no_beat
+from tests.support.shards import digits
 
 pytestmark = pytest.mark.quick
 

@@ -14,8 +14,6 @@ from data.errors import ExitCode
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
 from data.remote.config import CacheConfig
-from data.shards.packing import pack
-from data.sources.samples import digits
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
@@ -25,6 +23,7 @@ from pipeline.evaluation.evaluator import Request
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.worker import WorkerConfig, worker
 from pipeline.identity import code_version
+from tests.support.shards import digits, write_set
 
 
 def evaluate(run: Path, test: Path) -> Any:
@@ -59,7 +58,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_two_workers_count_the_right_predictions_of_the_whole_model(run: Path, tmp_path: Path) -> None:
-    pack(islice(digits(train=False, image_size=16), 50), tmp_path / "set", shard_samples=20)
+    write_set(islice(digits(train=False, image_size=16), 50), tmp_path / "set", shard_samples=20)
     value = evaluate(run, tmp_path / "set")
     model = models.load(run / "weights")
     right = 0

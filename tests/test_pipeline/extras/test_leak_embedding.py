@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from data.extras.leaks.search import key_of
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import Sample
 from data.index.index import Index
-from data.shards.packing import pack
-from data.sources.samples import Sample
 from pipeline.extras.leak_embedding import find_similar
 
 pytestmark = pytest.mark.quick

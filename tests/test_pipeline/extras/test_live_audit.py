@@ -10,8 +10,8 @@ import pytest
 from benchmarks import live_audit as bench
 from benchmarks.replay import STAGE
 from data.errors import ConfigError, CorruptWorker, ExitCode
-from data.shards.packing import pack
-from data.sources.samples import digits
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
@@ -94,7 +94,14 @@ def test_flips_are_named_and_clean_steps_are_not_accused(shards: Path, tmp_path:
     )
 
 
-@pytest.mark.parametrize(("zero", "precision"), [(0, "fp32"), (2, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(
+    ("zero", "precision"),
+    [
+        pytest.param(0, "fp32", marks=pytest.mark.slow),
+        pytest.param(2, "bf16", marks=pytest.mark.slow),
+        (3, "fp32"),
+    ],
+)
 def test_gradients_of_deepspeed_are_compared_bit_for_bit(zero: int, precision: str, shards: Path, tmp_path: Path):
     kinds = ["gradient", "sticky gradient", "pixel"]
     config = bench.config_of(shards, 16, 1.0, "plain", zero, precision)
@@ -123,7 +130,7 @@ def test_workers_that_compute_other_bits_than_each_other_are_refused(shards: Pat
     assert "use nodes with the same processors and cluster.cpus_per_worker, or set health.audit=0" in caught.value.cause
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [*(pytest.param(zero, marks=pytest.mark.slow) for zero in (0, 1, 2)), 3])
 def test_audit_changes_no_bit_of_a_run(zero: int, shards: Path, tmp_path: Path):
     losses = []
     for share in (0.0, 0.5):

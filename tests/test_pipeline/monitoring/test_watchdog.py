@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from data.index.document import load_index
-from data.shards.reader import ShardReader
+from data.reader import ShardReader
 from pipeline.evaluation.evaluator import EvaluationGroup, Evaluator
 from pipeline.monitoring.watchdog import PhaseReport, Phases, Stall, Watch, read_phase
 

@@ -19,17 +19,17 @@ from data.evaluation import EvaluationSet
 from data.extras.doctor.doctor import check, repair
 from data.extras.doctor.page import write_page
 from data.extras.doctor.report import Report, ShardReport
+from data.extras.shards.indexing import build_index
+from data.extras.shards.packing import pack
+from data.extras.shards.subset import Rule
+from data.extras.sources.samples import Sample, digits
 from data.images.decode import Header, library
 from data.index.document import load_index
 from data.index.index import Index, exclude, join
 from data.index.shard import Shard
 from data.loader import TrainLoader
 from data.order import Order
-from data.shards.indexing import build_index
-from data.shards.packing import pack
-from data.shards.reader import ShardReader
-from data.shards.subset import Rule
-from data.sources.samples import Sample, digits
+from data.reader import ShardReader
 from jobs.__main__ import main
 from tests.support.archives import make_subset
 from tests.support.tars import picture, tar_of, write_tar

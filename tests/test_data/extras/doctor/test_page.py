@@ -8,8 +8,8 @@ import pytest
 from data.extras.doctor import page
 from data.extras.doctor.doctor import check
 from data.extras.doctor.page import write_page
-from data.shards.packing import pack
-from data.sources.samples import digits
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 
 pytestmark = pytest.mark.quick
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from data.extras.doctor.doctor import check
-from data.shards.indexing import build_index
-from data.shards.packing import pack
-from data.sources.samples import digits
+from data.extras.shards.indexing import build_index
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from jobs.__main__ import main
 from tests.support.stores import Proxy, store
 

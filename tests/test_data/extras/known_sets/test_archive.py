@@ -3,7 +3,7 @@
 import pytest
 
 from data.extras.known_sets.known import known_archive
-from data.sources.samples import Published
+from data.extras.sources.samples import Published
 from jobs.__main__ import main
 from tests.support import archives
 from tests.support.archives import contents

@@ -16,10 +16,10 @@ from data.errors import DataError
 from data.extras.known_sets.imagenet import labelled_images, real
 from data.extras.known_sets.imagenet import train as imagenet_train
 from data.extras.known_sets.imagenet import validation as imagenet_validation
+from data.extras.shards.packing import pack
 from data.extras.sources.members import members
+from data.extras.sources.samples import Sample
 from data.index.document import load_index
-from data.shards.packing import pack
-from data.sources.samples import Sample
 from jobs.__main__ import main
 from models import ViTConfig
 from pipeline.evaluation.evaluator import EvaluationGroup, Evaluator, Request

@@ -13,10 +13,10 @@ from pyarrow import parquet
 from data.errors import DataError
 from data.extras.known_sets.archive import samples_of_archive
 from data.extras.known_sets.known import FLOWERS, known_archive, listed_samples
+from data.extras.shards.packing import pack
 from data.extras.sources.members import members
 from data.images.decode import decode
 from data.index.document import load_index
-from data.shards.packing import pack
 from jobs.__main__ import main
 from tests.support import archives
 from tests.support.archives import packed, picture, write_folder

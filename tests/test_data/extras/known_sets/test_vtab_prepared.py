@@ -13,8 +13,8 @@ import pytest
 from data.errors import DataError
 from data.extras.known_sets import vtab_tasks
 from data.extras.known_sets.vtab_prepared import VTAB
+from data.extras.sources.samples import Published, Sample
 from data.index.document import load_index
-from data.sources.samples import Published, Sample
 from jobs.__main__ import main
 from tests.support.archives import picture
 

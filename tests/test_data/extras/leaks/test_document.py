@@ -8,10 +8,10 @@ import pytest
 
 from data.errors import DataError
 from data.extras.leaks.document import Compared, Leaks, Pair, in_pairs, read_leaks, write_leaks
+from data.extras.shards.packing import pack
+from data.extras.shards.subset import Rule
+from data.extras.sources.samples import Sample
 from data.seal import seal, unseal
-from data.shards.packing import pack
-from data.shards.subset import Rule
-from data.sources.samples import Sample
 from tests.support.archives import make_subset
 
 pytestmark = pytest.mark.quick

@@ -4,8 +4,8 @@ import pytest
 
 from data.extras.leaks.document import Compared, Leaks, Pair
 from data.extras.leaks.report import caption, lines
-from data.shards.packing import pack
-from data.sources.samples import digits
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 
 pytestmark = pytest.mark.quick
 

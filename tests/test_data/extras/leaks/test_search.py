@@ -21,14 +21,14 @@ from data.extras.leaks.document import (
 )
 from data.extras.leaks.search import find_leaks
 from data.extras.leaks.signature import signature, trimmed
+from data.extras.shards.indexing import build_index
+from data.extras.shards.packing import pack
+from data.extras.shards.subset import Rule
+from data.extras.sources.samples import Sample
 from data.images.preprocess import preprocess
 from data.index.document import load_index
 from data.index.index import Index
-from data.shards.indexing import build_index
-from data.shards.packing import pack
-from data.shards.reader import ShardReader
-from data.shards.subset import Rule
-from data.sources.samples import Sample
+from data.reader import ShardReader
 from jobs.__main__ import main
 from pipeline.extras import leak_embedding
 from tests.support.archives import make_subset

@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from data.extras.sources import remote_files
-from data.sources.samples import digits
+from data.extras.sources.samples import digits
 from jobs.__main__ import main
 from tests.support.hub import Hub, hub
 

@@ -11,8 +11,8 @@ from pyarrow import parquet
 
 from data.errors import DataError
 from data.extras.known_sets.imagenet import train as imagenet_train
+from data.extras.sources.folders import class_folders
 from data.extras.sources.tables import image_parquet, parquet_classes, path_table, table_classes
-from data.sources.folders import class_folders
 from tests.support.tars import picture, tar_of
 
 pytestmark = pytest.mark.quick

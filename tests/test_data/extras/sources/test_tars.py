@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from data.errors import DataError
+from data.extras.shards.indexing import build_index
+from data.extras.shards.packing import pack
 from data.extras.sources.members import Member
+from data.extras.sources.samples import Sample
+from data.extras.sources.tar_offsets import BLOCK, HIDDEN, walk
 from data.extras.sources.tars import compressed_samples, tars
 from data.index.index import Refusals
-from data.index.tar import BLOCK, HIDDEN, walk
-from data.shards.indexing import build_index
-from data.shards.packing import pack
-from data.shards.reader import ShardReader
-from data.sources.samples import Sample
+from data.reader import ShardReader
 from jobs.__main__ import main
 from tests.support.archives import packed, picture, tar_bytes
 from tests.support.foreign_tars import WRITERS, members_by_tarfile, old

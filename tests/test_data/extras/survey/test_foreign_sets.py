@@ -15,7 +15,7 @@ from data.images.decode import BadImage
 from data.index.document import load_index
 from data.index.shard import IMAGES
 from data.order import Order
-from data.shards.reader import ShardReader, read_labels
+from data.reader import ShardReader, read_labels
 from jobs.__main__ import main
 from tests.support.foreign_sets import FOLDERS, PARQUETS, TABLES, TARS, Samples, image
 

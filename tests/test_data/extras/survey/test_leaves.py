@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from data.errors import DataError
+from data.extras.sources.folders import class_folders
+from data.extras.sources.samples import digits
 from data.extras.survey.leaves import write_leaf_table
 from data.extras.survey.survey import survey
-from data.sources.folders import class_folders
-from data.sources.samples import digits
 
 pytestmark = pytest.mark.quick
 

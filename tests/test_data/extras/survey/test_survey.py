@@ -5,8 +5,8 @@ from itertools import islice
 import pytest
 
 from data.errors import DataError, UsageError
+from data.extras.sources.samples import digits
 from data.extras.survey.survey import FoundSet, Sets, one_place, survey
-from data.sources.samples import digits
 from tests.support.tars import write_tar
 
 pytestmark = pytest.mark.quick

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import models
-from data.shards.packing import pack
-from data.sources.samples import digits
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from jobs.__main__ import main
 from jobs.extras.analyze.analyze import draw_attention, draw_positions, encoded_images, relative_range
 from models.extras import analysis

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from data.shards.packing import pack
-from data.sources.samples import digits
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from jobs.extras.diff.facts import Effect
 from jobs.extras.diff.first_difference import find_first_difference
 from jobs.extras.diff.recorded import recorded_differences

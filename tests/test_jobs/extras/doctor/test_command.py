@@ -7,8 +7,8 @@ import cv2
 import numpy as np
 import pytest
 
-from data.shards.packing import pack
-from data.sources.samples import Sample, digits
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import Sample, digits
 from jobs.__main__ import main
 from tests.support.hostile_names import ESCAPED, tar_with_control_characters
 from tests.support.tars import picture

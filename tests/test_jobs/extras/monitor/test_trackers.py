@@ -179,7 +179,7 @@ def test_hanging_or_failing_tracker_causes_only_one_log_line(client, stage, monk
     tracker.status(StageReader(stage).read("waiting"))
     time.sleep(0.3)
     tracker.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60, "the client never returns"
     assert log == LOGGED[client]
     sys.modules.pop("wandb", None)
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import models
+from data.extras.sources.samples import digits
 from data.extras.survey.survey import FoundSet, Sets, survey
 from data.index.document import load_index
-from data.sources.samples import digits
 from jobs.__main__ import main
 from jobs.extras.new.new import bad_fraction, write_recipe
 from jobs.extras.new.training import Machine, choose
@@ -80,7 +80,7 @@ def in_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in RUN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+    "kind", [kind if kind == RUN[0] else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_the_recipe_of_new_runs_unedited(kind, tmp_path, capsys):
     make, line, evaluated = KINDS[kind]
@@ -159,6 +159,7 @@ def test_weights_are_fine_tuned_with_a_new_head(tmp_path, capsys):
         assert not Path("other.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_linear_probe_is_evaluated_with_the_recorded_preprocessing(transformers, tmp_path, capsys):
     theirs = transformers_model(transformers, "dinov2")
     theirs.save_pretrained(tmp_path / "theirs")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from data.images.augment import AugmentConfig
 from data.index.shard import Shard
-from data.shards.packing import pack
-from data.sources.samples import digits
 from jobs.__main__ import main
 from jobs.extras.planning.stage_checks import GPU_FLOPS, TrainedFacts, cores, images_per_cpu_s
 from tests.support.campaigns import load

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import models
-from data.shards.packing import pack
-from data.sources.samples import digits
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from jobs.__main__ import main
 from jobs.extras.predict.predict import most_probable
 from tests.support.photos import make_photos

@@ -48,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_audit_with_other_instructions_is_inconclusive_and_names_them(folder: Path) -> None:
     code, output = jobs(folder, "audit run --from 5 --to 10 --output other", **OTHER)
@@ -65,6 +66,7 @@ def test_audit_with_other_instructions_is_inconclusive_and_names_them(folder: Pa
     assert "corruption" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_resume_under_other_instructions_reports_them(folder: Path) -> None:
     code, output = jobs(folder, "run small.yaml pretrain.steps=15 run=longer")

@@ -3,9 +3,9 @@
 import pytest
 
 from data.errors import DataError
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from data.index.index import Index
-from data.shards.packing import pack
-from data.sources.samples import digits
 from jobs.extras.replays.without import masked_ranges
 
 pytestmark = pytest.mark.quick

@@ -15,12 +15,12 @@ import pytest
 from scipy.stats import binomtest
 
 from data.extras.pages.page import jpeg
+from data.extras.shards.packing import pack
+from data.extras.shards.subset import Rule
+from data.extras.sources.samples import Sample, digits
 from data.images.decode import decode
 from data.index.document import load_index, write_index
-from data.shards.packing import pack
-from data.shards.reader import ShardReader
-from data.shards.subset import Rule
-from data.sources.samples import Sample, digits
+from data.reader import ShardReader
 from data.storage import Folder
 from jobs.__main__ import main
 from jobs.extras.history import read_run

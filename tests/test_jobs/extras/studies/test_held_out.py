@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.extras.shards.packing import pack
+from data.extras.shards.subset import Rule
 from data.extras.shared_samples import shared_samples
+from data.extras.sources.samples import digits
 from data.index.document import load_index
-from data.shards.packing import pack
-from data.shards.subset import Rule
-from data.sources.samples import digits
 from jobs.__main__ import main
 from tests.support.archives import make_subset
 from tests.support.recipes import without_check

@@ -143,7 +143,12 @@ def test_submit_with_wait_prints_a_document_with_the_code_of_the_run(dashboard, 
     document = document_of(words)
     assert (document["schema"], document["job"]["exit_code"]) == ("submit.1", None)
     followed = document_of([*words, "--wait"])
-    assert (followed["code"], followed["job"]["status"]) == (65, "FAILED")
+    # Ray fails a job without an exit code if its own head does not respond in time on a busy machine. The advice then
+    # is to submit it again.
+    if followed["code"] == 69:
+        assert "Ray reports: " in followed["why"]
+        followed = document_of([*words, "--wait"])
+    assert (followed["code"], followed["job"]["status"]) == (65, "FAILED"), followed
     assert "/not/a/set" in capfd.readouterr().err, "the job's output"
 
 
@@ -249,6 +254,7 @@ def test_list_shows_running_then_pending_then_ended_jobs(monkeypatch, capsys) ->
                 job = SimpleNamespace(submission_id=job_id, status=status, start_time=milliseconds)
                 job.metadata = {"run": run} if run else None
                 job.driver_exit_code = None
+                job.message = None
                 details.append(job)
             return details
 
@@ -317,6 +323,7 @@ class Head:
             status, code = "FAILED", {"killed": -9, "shell": 137, "place": None, "data": 65}[self.end]
         job = SimpleNamespace(submission_id="x-001", status=status, start_time=1, metadata={"run": "/runs/x"})
         job.driver_exit_code = code
+        job.message = "Job supervisor actor died"
         return [job]
 
     async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
@@ -528,7 +535,7 @@ def test_holder_of_a_run_can_be_stopped_through_the_storage(tmp_path: Path, monk
         seen = ownership.newest_lease(storage)
         assert seen is not None
         submission.stop_holder(storage, seen, said.append, 30.0)
-        process.join(10)
+        process.join(60)
         assert process.exitcode == 0
     assert "has ended; for its result, run" in said[-1]
     assert sorted(storage.list("leases")) == ["leases/000001.json"]

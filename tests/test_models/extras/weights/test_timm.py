@@ -113,11 +113,11 @@ def single_thread():
     torch.set_num_threads(threads)
 
 
-def test_a_random_third_of_timms_architectures_computes_the_same(timm, single_thread):
+def test_a_random_tenth_of_timms_architectures_computes_the_same(timm, single_thread):
     seed = random.randrange(2**32)
     print(f"seed {seed}")  # pytest shows it if the test fails
     architectures = list(timm_models.architectures())
-    for architecture in random.Random(seed).sample(architectures, len(architectures) // 3):
+    for architecture in random.Random(seed).sample(architectures, len(architectures) // 10):
         outcome = timm_models.compare(architecture, seed, small=True)
         timm_models.check(architecture, outcome)
 

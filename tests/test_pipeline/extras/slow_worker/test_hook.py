@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import slow_workers as bench
-from data.shards.packing import pack
-from data.sources.samples import digits
+from data.extras.shards.packing import pack
+from data.extras.sources.samples import digits
 from pipeline.extras.slow_worker.comparison import PART, WINDOW, SlowWorker
 from pipeline.extras.slow_worker.hook import HEADER, KEPT, PARTS, Comparer, Exchange, text_of
 from pipeline.extras.slow_worker.stopwatch import RoundTrips
@@ -155,6 +155,7 @@ def found(folder: Path, shards: Path, cause: str, factor: float) -> set[tuple[in
     return {(record["rank"], record["cause"]) for record in late}
 
 
+@pytest.mark.slow
 def test_real_worker_with_a_slow_decoder_is_named(shards, tmp_path):
     assert (1, "data") in found(tmp_path / "run", shards, "data", 3.0)
 

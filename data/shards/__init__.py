@@ -1,1 +1,0 @@
-"""Pack, index, read and subset tar shards."""

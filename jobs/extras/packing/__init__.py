@@ -1,0 +1,1 @@
+"""Stages and commands that pack images into data sets, or index existing tars."""
