@@ -310,12 +310,17 @@ def program() -> str:
 def as_typed(text: str) -> str:
     """Replace "python -m jobs" and "RECIPE" in a string with the program name, recipe and overrides that were typed.
 
-    An override that the text itself sets after RECIPE is omitted.
+    Overrides that the line itself sets after RECIPE are omitted.
     """
     if typed_recipe:
-        kept = [word for word in typed_recipe if f" {word.partition('=')[0]}=" not in text]
-        text = re.sub(r"\bRECIPE\b", lambda _: shlex.join(kept), text)
+        text = re.sub(r"\bRECIPE\b(.*)", lambda match: recipe_before(match[1]), text)
     return text.replace(f"{COMMAND} ", f"{program()} ")
+
+
+def recipe_before(rest: str) -> str:
+    """Return the typed recipe and overrides, followed by the rest of a line; omit overrides that the rest sets."""
+    kept = [word for word in typed_recipe if f" {word.partition('=')[0]}=" not in rest]
+    return shlex.join(kept) + rest
 
 
 def typed_command() -> str:

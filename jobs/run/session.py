@@ -204,9 +204,11 @@ class Stopper:
         # A second SIGTERM only repeats the request; a second Ctrl-C comes from a user who does not want to wait.
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt("interrupted twice, so stopped without a commit; the last checkpoint is intact")
-        if self.received is not None or self.is_run_done:
+        if self.received is not None:
             return
         self.received = number
+        if self.is_run_done:
+            return
         # Sent by the lease, because another command has taken over the run: this one must not commit or write any more
         # (`Session.poll`).
         if self.lease.lost is not None:
