@@ -76,6 +76,12 @@ class CheckpointError(PatchlineError):
     exit_code = ExitCode.IO
 
 
+class OutputError(PatchlineError):
+    """The standard output cannot be written."""
+
+    exit_code = ExitCode.IO
+
+
 class RunOwned(PatchlineError):
     """Another live process owns the run directory."""
 

@@ -22,11 +22,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.errors import DataError
 from data.files import write_atomically
 
 # The end of a record after its last entry: of a record with several lines, and of a record with one line.
@@ -64,6 +66,16 @@ def unseal(text: bytes) -> dict[str, Any]:
             return entries
         raise Unsealed("it does not match its own sha256")
     raise Unsealed("it is truncated or altered: it does not end with its sha256")
+
+
+def check_schema(path: str | os.PathLike[str], schema: int, known: int) -> None:
+    """Raise DataError if a file has a newer schema than this code knows: its entries may have other names."""
+    if schema > known:
+        raise DataError(
+            f"{path} was written by a newer Patchline: it has schema {schema}, but this checkout reads up to {known}\n"
+            "  expected a file of this version or an older one\n"
+            "  update this checkout, or use the checkout that wrote the file"
+        )
 
 
 def write_entry(path: Path, content: bytes) -> None:

@@ -14,6 +14,7 @@ This is the only file that imports from both the core and the extras.
 """
 
 import atexit
+import io
 import os
 import re
 import select
@@ -45,7 +46,7 @@ from data.checks import printable_lines
 from data.errors import ExitCode, UsageError, exit_code
 from jobs.answer import Answer, Document
 from jobs.commands.lazy_group import CommandTable, LazyGroup
-from jobs.terminal import activity, echo, handle_of, program, typed_recipe, write_last
+from jobs.terminal import activity, echo, handle_of, program, typed_recipe, unwritten, write_last
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -287,7 +288,37 @@ COMMANDS = CommandTable(
 
 def run_process() -> NoReturn:
     """Run the command given by sys.argv, and exit with its exit code."""
+    open_streams()
     leave(main())
+
+
+def open_streams() -> None:
+    """Open the closed ones of stdin, stdout and stderr, and replace characters that a terminal's encoding lacks.
+
+    Without this, the next file to be opened, for example a checkpoint, would get the descriptor of a closed stream and
+    receive what child processes print.
+    """
+    for handle, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, handle)
+            setattr(sys, name, os.fdopen(handle, mode, closefd=False))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def print_answer(answer: Answer) -> None:
+    """Print the lines of an answer. Raises OutputError if stdout cannot be written."""
+    lines = answer.lines()
+    try:
+        for line in lines:
+            print(line) if answer.is_table else echo(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise unwritten(error) from None
 
 
 def leave(code: int) -> NoReturn:
@@ -319,8 +350,7 @@ def main(arguments: list[str] | None = None) -> int:
             return print_document(words, partial(execute, words), partial(explained, words=words))
         with prepared(words) as run_command:
             answer = as_answer(run_command())
-        for line in answer.lines():
-            print(line) if answer.is_table else echo(line)
+        print_answer(answer)
         return answer.code
     except typer.Exit as end:  # after --help
         return end.exit_code

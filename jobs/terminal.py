@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from data.checks import printable_lines
+from data.errors import OutputError
 
 COMMAND = "python -m jobs"  # how commands begin in all messages
 typed_recipe: list[str] = []  # the current command's recipe and overrides, if it has any
@@ -307,10 +308,19 @@ def program() -> str:
 
 
 def as_typed(text: str) -> str:
-    """Replace "python -m jobs" and "RECIPE" in a string with the program name, recipe and overrides that were typed."""
+    """Replace "python -m jobs" and "RECIPE" in a string with the program name, recipe and overrides that were typed.
+
+    Overrides that the line itself sets after RECIPE are omitted.
+    """
     if typed_recipe:
-        text = re.sub(r"\bRECIPE\b", lambda _: shlex.join(typed_recipe), text)
+        text = re.sub(r"\bRECIPE\b(.*)", lambda match: recipe_before(match[1]), text)
     return text.replace(f"{COMMAND} ", f"{program()} ")
+
+
+def recipe_before(rest: str) -> str:
+    """Return the typed recipe and overrides, followed by the rest of a line; omit overrides that the rest sets."""
+    kept = [word for word in typed_recipe if f" {word.partition('=')[0]}=" not in rest]
+    return shlex.join(kept) + rest
 
 
 def typed_command() -> str:
@@ -328,6 +338,11 @@ def echo(line: str) -> None:
         activity.bar.write(wrapped(text, activity.bar.rich.console.width))
     else:
         print(for_stream(text, sys.stdout), flush=True)
+
+
+def unwritten(error: OSError) -> OutputError:
+    """Return the error to raise if stdout cannot be written, for example because it is a file on a full disk."""
+    return OutputError(f"cannot write to stdout: {error.strerror or error}\n  redirect it to another disk: > FILE")
 
 
 def write_last(text: str) -> None:

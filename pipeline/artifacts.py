@@ -21,7 +21,7 @@ import models
 from data.checks import check_file_name
 from data.errors import CheckpointError, DataError
 from data.files import path_in_errors, write_atomically
-from data.seal import Unsealed, seal, unseal
+from data.seal import Unsealed, check_schema, seal, unseal
 from data.storage import Storage
 from models.weights.folder import CLASSES, CONFIG, PREPROCESSING, WEIGHTS
 from pipeline.checkpoints.manifest import FileRecord
@@ -64,18 +64,18 @@ def write_record(path: Path, values: Mapping[str, object]) -> None:
 def read_record(path: Path) -> dict[str, Any]:
     """Read a record and verify its digest.
 
-    The values are plain JSON types. Raises DataError if the record is truncated or altered, or OSError if it is
-    unreadable.
+    The values are plain JSON types. Raises DataError if the record is truncated, altered or of a newer version, or
+    OSError if it is unreadable.
     """
     try:
         values = unseal(path.read_bytes())
+        check_schema(path, values.pop("schema", SCHEMA), SCHEMA)
         # Callers join these file names to the record's folder, so they must not lead outside it.
         files = values.get("files")
         for name in files if isinstance(files, dict) else ():
             check_file_name(name, str(path))
     except Unsealed as error:
         raise altered(path, str(error), None) from None
-    values.pop("schema", None)
     return values
 
 

@@ -2,11 +2,13 @@
 
 Each line is typed in a folder with `tiny.yaml` (a recipe), `photos` (class folders; `two words` is a link to it, and
 `wheel` a copy with a link to itself), `loose` (images without folders), `tars` and `labelless` (tars without an index),
-`empty`, the data sets `shards/train` and `shards/test`, `weights` (our format) and `weights.npz` (the same weights in
-the official format). Each error must have the right exit code, at most six lines, and no Python internals.
+`empty`, the data sets `shards/train` and `shards/test`, `weights` (our format), `weights.npz` (the same weights in
+the official format) and `nan` (weights with NaN). Each error must have the right exit code, at most six lines, and no
+Python internals.
 """
 
 import io
+import math
 import os
 import re
 import shlex
@@ -18,6 +20,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 import models
@@ -91,6 +94,7 @@ COMMANDS = """
 64 export weights out --format onnx           => 'onnx' is not one of
 65 export runs/none out --format hf           => no file or folder at runs/none
 65 export photos out --format hf              => cannot load photos|contains neither model.json
+65 new photos --init nan                      => cannot load nan: 1 of|contain NaN or infinity|use the weights of an
 64 new photos --minutes 0                     => --minutes is 0, expected a finite training time|pass --minutes 10
 78 new photos --model S16                     => S16 is not a model name; did you mean S/16?
 65 new photos --init photos                   => contains no weights|expected RUN/STAGE
@@ -309,6 +313,9 @@ def desk(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     model = models.build("mu/8", image_size=16, classes=10)
     models.save(model, folder / "weights", "safetensors")
     models.save(model, folder / "weights.npz", "npz")
+    with torch.no_grad():
+        next(model.parameters()).fill_(math.nan)
+    models.save(model, folder / "nan", "safetensors")
     return folder
 
 

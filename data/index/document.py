@@ -35,6 +35,7 @@ from data.files import error_text, locked, state_folder, write_atomically
 from data.index.index import Index, Origin, Refusals, digest_of
 from data.index.names import Names
 from data.index.shard import MappedShards, Shard, is_image, open_columns, write_columns
+from data.seal import check_schema
 
 SCHEMA = 1
 SUFFIX = ".index.json"
@@ -144,6 +145,7 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
     try:
         content = json.loads(text)
         schema = content["schema"]
+        check_schema(path, schema, SCHEMA)
         if schema != SCHEMA:
             raise DataError(f"{path} has schema {schema}, expected {SCHEMA}; run `python -m jobs index` again")
         shards = tuple(Shard(*row) for row in content["shards"])

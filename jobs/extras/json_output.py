@@ -36,7 +36,7 @@ from typing import Any, TextIO
 from data.errors import ExitCode, exit_code
 from jobs.answer import Answer, Document, Step
 from jobs.extras.data_commands import similar_path
-from jobs.terminal import as_typed, handle_of, program, write_last
+from jobs.terminal import as_typed, handle_of, program, unwritten, write_last
 
 GROUPS = ("checkpoints", "data")  # commands of two words
 SUGGESTED = re.compile(r"[Dd]id you mean ['\"]?([^\s'\"?]+)['\"]?(?: or [^?]*)?\?|Possible options: ([^\s,)]+)")
@@ -81,25 +81,34 @@ def print_document(
 
     `words` are the typed arguments. `explain` returns the error to report and its message.
     """
-    with stdout_as_stderr() as stdout:
-        try:
-            answer = execute()
-            code = answer.code
-            schema = f"{name_of(words)}.{answer.version}"
-            text = as_json({"schema": schema, "code": code, **answer.content()})
-        except KeyboardInterrupt as interrupt:
-            code = exit_code(interrupt)
-            text = as_json(error_document(interrupt, str(interrupt) or "interrupted", words))
-        except Exception as error:
-            if "--debug" in words:
-                traceback.print_exc()
-            error, message = explain(error)
-            write_last(f"error: {message}")
-            text = as_json(error_document(error, message, words))
-            code = exit_code(error)
-        stdout.write(f"{text}\n")
-        stdout.flush()
+    try:
+        with stdout_as_stderr() as stdout:
+            code, text = document_of(words, execute, explain)
+            stdout.write(f"{text}\n")
+            stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise unwritten(error) from None
     return code
+
+
+def document_of(
+    words: Sequence[str], execute: Callable[[], Answer], explain: Callable[[Exception], tuple[Exception, str]]
+) -> tuple[int, str]:
+    """Run a command; return its exit code, and its document or error as a line of JSON."""
+    try:
+        answer = execute()
+        schema = f"{name_of(words)}.{answer.version}"
+        return answer.code, as_json({"schema": schema, "code": answer.code, **answer.content()})
+    except KeyboardInterrupt as interrupt:
+        return exit_code(interrupt), as_json(error_document(interrupt, str(interrupt) or "interrupted", words))
+    except Exception as error:
+        if "--debug" in words:
+            traceback.print_exc()
+        error, message = explain(error)
+        write_last(f"error: {message}")
+        return exit_code(error), as_json(error_document(error, message, words))
 
 
 def as_json(document: Document) -> str:

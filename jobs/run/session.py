@@ -80,6 +80,7 @@ def run_campaign(
             rows = []
             for stage in stages:
                 rows.append(session.run_or_skip(stage.name))  # 7
+            stopper.is_run_done = True
             log_table(rows, log)  # 8
             log_next(session.campaign, rows, log)
             return rows
@@ -179,6 +180,7 @@ class Stopper:
     def __init__(self, log: Callable[[str], None], lease: Lease) -> None:
         self.received: int | None = None  # the first signal
         self.lease = lease
+        self.is_run_done = False  # all stages have finished, so there is nothing to stop
         self.works_here = False  # the driver itself runs the stage and has nothing to commit: a stop ends it at once
         self.log = log
         signal.signal(signal.SIGTERM, self.handle)
@@ -205,6 +207,8 @@ class Stopper:
         if self.received is not None:
             return
         self.received = number
+        if self.is_run_done:
+            return
         # Sent by the lease, because another command has taken over the run: this one must not commit or write any more
         # (`Session.poll`).
         if self.lease.lost is not None:

@@ -134,7 +134,7 @@ def write_provenance(context: Context, inputs: Mapping[str, object], outcome: Ma
         "command": typed_command(),
         "user": os.environ.get("USER", ""),
     }
-    for name in ("ledger", "samples_seen", "step", "kept"):
+    for name in ("ledger", "samples_seen", "step", "kept", "sets"):
         if name in outcome:
             provenance[name] = outcome[name]
     artifacts.write_record(context.directory / artifacts.PROVENANCE, provenance)

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from data.seal import Journal, Unsealed, read_entry, seal, unseal, write_entry
+from data.errors import DataError
+from data.seal import Journal, Unsealed, check_schema, read_entry, seal, unseal, write_entry
 
 pytestmark = pytest.mark.quick
 
@@ -60,3 +61,9 @@ def test_journal_of_other_settings_is_started_over(tmp_path):
         journal.add("a", 1)
     with Journal(tmp_path / "j", 2) as journal:
         assert journal.records == {}
+
+
+def test_newer_schema_is_refused_and_an_older_one_is_left_to_the_reader():
+    check_schema("runs/x/done.json", 1, 2)
+    with pytest.raises(DataError, match=r"runs/x/done\.json was written by a newer Patchline: it has schema 3, .* 2\n"):
+        check_schema("runs/x/done.json", 3, 2)

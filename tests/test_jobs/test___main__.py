@@ -1,6 +1,8 @@
 """Errors of the command line, and exit codes after interrupts and unexpected errors."""
 
+import contextlib
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -185,3 +187,35 @@ def test_process_with_a_daemon_thread_in_c_code_ends_with_the_exit_code_of_the_c
 def test_process_without_other_threads_ends_normally():
     program = "import sys; from jobs.__main__ import leave; leave(75)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 75
+
+
+@pytest.mark.parametrize("words", [["status", "x"], ["status", "x", "--json"]])
+def test_full_disk_under_stdout_is_named_as_that_of_stdout(monkeypatch, capfd, words):
+    monkeypatch.setattr("jobs.commands.status.status_of", lambda run: {"run": "x", "command": {}, "stages": []})
+    monkeypatch.setattr("jobs.commands.status.status_lines", lambda document: ["line"])
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        code = main(words)
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.flush()
+        error = capfd.readouterr().err
+        with contextlib.suppress(OSError):
+            full.close()
+    assert code == 74
+    assert error.startswith("error: cannot write to stdout: No space left on device\n  redirect it to another disk")
+
+
+def test_closed_streams_are_opened_and_unknown_characters_replaced(tmp_path):
+    # Without open_streams, `file` would get the descriptor 1 of the closed stdout.
+    program = (
+        "from jobs.__main__ import open_streams; import sys; open_streams();"
+        "file = open('file', 'w'); print('lost', flush=True); print(file.fileno(), '×', file=sys.stderr)"
+    )
+    command = ["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-c", program]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, check=True)
+    number, character = done.stderr.split()
+    assert int(number) > 2
+    assert character == "?"
+    assert (tmp_path / "file").read_text() == ""

@@ -29,3 +29,14 @@ def test_current_activity_is_shown_and_a_quick_command_shows_nothing(monkeypatch
     activity.end()
     assert capsys.readouterr().err == "writing\\x1b[2J …\n"
     assert not activity.show(1, 2, "images"), "stdout is not a terminal"
+
+
+def test_hint_omits_only_the_overrides_that_it_sets_after_the_recipe(monkeypatch):
+    monkeypatch.setattr(terminal, "typed_recipe", ["my recipe.yaml", "pretrain.steps=7", "run=x"])
+    text = (
+        "set pretrain.steps=9, or\n  python -m jobs run RECIPE pretrain.steps=14\n  python -m jobs run RECIPE --fresh"
+    )
+    assert terminal.as_typed(text).splitlines()[1:] == [
+        "  python -m jobs run 'my recipe.yaml' run=x pretrain.steps=14",
+        "  python -m jobs run 'my recipe.yaml' pretrain.steps=7 run=x --fresh",
+    ]

@@ -16,6 +16,7 @@ import pytest
 
 import models
 from data.errors import CheckpointError, DataError
+from data.seal import seal
 from jobs.__main__ import main
 from models.weights import files
 from pipeline import artifacts, train
@@ -248,4 +249,11 @@ def test_slow_check_is_logged(made, capsys, monkeypatch):
 def test_record_with_a_name_outside_its_folder_is_refused(name, tmp_path):
     artifacts.write_record(tmp_path / "done.json", {"files": {name: {"bytes": 1, "sha256": "0" * 64}}})
     with pytest.raises(DataError, match=r"done\.json: unsafe name"):
+        artifacts.read_done(tmp_path)
+
+
+def test_record_of_a_newer_version_is_refused_with_what_to_update(tmp_path):
+    # Its entries may have other names: "seconds" could be missing.
+    (tmp_path / "done.json").write_text(seal({"schema": artifacts.SCHEMA + 1, "duration": 2.0}))
+    with pytest.raises(DataError, match=r"done\.json was written by a newer Patchline.*\n.*\n  update this checkout"):
         artifacts.read_done(tmp_path)

@@ -25,7 +25,7 @@ import numpy as np
 from data.errors import DataError
 from data.files import write_atomically
 from data.index.index import Index
-from data.seal import Unsealed, seal, unseal
+from data.seal import Unsealed, check_schema, seal, unseal
 
 SCHEMA = 2
 Kind = Literal["exact", "perceptual", "embedding"]
@@ -113,6 +113,7 @@ def read_leaks(path: str | os.PathLike[str]) -> Leaks:
     """Read a leaks.json; raises DataError if the file is missing, damaged, or from another version."""
     try:
         content = unseal(Path(path).read_bytes())
+        check_schema(path, content["schema"], SCHEMA)
         if content["schema"] != SCHEMA:
             raise DataError(
                 f"{path} has schema {content['schema']}, expected {SCHEMA}; run `python -m jobs leaks` again"

@@ -20,6 +20,7 @@ import csv
 import json
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -240,6 +241,9 @@ def survey(place: str, *, unlabelled: bool = False, leaf_tables: str | None = No
     gap = train.gap_in_ids()
     if gap:
         train.notes.append(gap)
+    note = unused_tables(Path(place), [train.path, test_place])
+    if note:
+        train.notes.append(note)
     if test_place is None or train.classes == 0:
         return Sets(train)
     test = inspect(test_place, unlabelled, report)
@@ -488,6 +492,20 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
 def tables_in(folder: Path) -> list[Path]:
     """Return the tables of paths in a folder, such as the metadata.csv or metadata.jsonl of Hugging Face's folders."""
     return list(filter(is_table, sorted([*folder.glob("[!.]*.csv"), *folder.glob("[!.]*.jsonl")])))
+
+
+def unused_tables(folder: Path, used: Sequence[str | None]) -> str:
+    """Return a note on the CSV and .jsonl files of a folder that are not among the used paths and patterns, or ""."""
+    tables = {*folder.glob("[!.]*.csv"), *folder.glob("[!.]*.jsonl")}
+    for place in filter(None, used):
+        tables.difference_update([Path(place)], matching(place))
+    if not tables:
+        return ""
+    note = f"not used: {preview(sorted(path.name for path in tables))}"
+    of_paths = sorted(filter(is_table, tables))
+    if of_paths:
+        note += f"; to use the images of a table, run python -m jobs new {shlex.quote(str(of_paths[0]))}"
+    return note
 
 
 def is_table(path: Path) -> bool:

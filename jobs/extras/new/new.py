@@ -36,6 +36,7 @@ from jobs.named_stages import find_stage
 from jobs.recipe.key import model_at
 from jobs.terminal import activity, as_typed, echo
 from pipeline.architecture import model_config
+from pipeline.artifacts import check_weights, load_weights
 from pipeline.evaluation.any_weights import is_foreign
 from pipeline.values import amount, duration, flow_yaml
 
@@ -123,6 +124,10 @@ def new(
                 f"--init {init} contains no weights\n  expected RUN/STAGE, a folder written by a stage or by python -m "
                 "jobs import, for example runs/photos/pretrain-1a2b3c4d, or weights that import reads"
             )
+        elif Path(init).is_dir():
+            # Read all weights now: damage or NaN must not end the run only after packing.
+            check_weights(Path(init), lambda line: None)
+            load_weights(Path(init))
 
     leaf_tables = str(recipe.with_suffix("")) if leaf_classes else None
     tables = [Path(f"{leaf_tables}-train.csv"), Path(f"{leaf_tables}-test.csv")] if leaf_classes else []
@@ -344,8 +349,7 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
         path_in_shell=shlex.quote(str(path)),
         cluster=cluster,
         packed=packed,
-        # Twice the observed fraction; a run stops if more of its samples are bad.
-        bad_fraction=f"{2 * sets.train.bad.total() / max(1, sets.train.opened):.1g}",
+        bad_fraction=bad_fraction(sets.train),
         path_of_parts=path_of_parts,
         places=places,
         processes=min(16, max(1, cores_of_worker - 1)),
@@ -363,6 +367,19 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
             f"  this takes longer than --minutes, because useful training takes at least {choice.steps} steps\n"
             f"  to change this, delete {path} and use a smaller --model or more --minutes"
         )
+
+
+def bad_fraction(image_set: FoundSet) -> str:
+    """Return a limit on the fraction of bad samples, above which a run stops; "" if the default is enough.
+
+    Twice the observed fraction, because a decoder can reject an image with a valid header. If only some images were
+    opened, another 3 / opened, so that the fraction among all images is below the limit with a confidence of 95 % (if
+    no bad image was found, this is the rule of three; Hanley & Lippman-Hand 1983).
+    """
+    allowed = 2 * image_set.bad.total()
+    if image_set.opened < image_set.images:
+        allowed += 3
+    return f"{allowed / image_set.opened:.2g}" if allowed and image_set.opened else ""
 
 
 def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:

@@ -20,6 +20,10 @@ from jobs.terminal import echo
 if TYPE_CHECKING:  # imports Ray
     from jobs.extras.submit.submission import RayJob
 
+ONE_MACHINE = (
+    "cluster.backend=processes: all workers will run on one machine of the cluster, the one that runs the job\n"
+    "  to use all machines, add cluster.backend=ray cluster.workers=N and, with GPUs, cluster.gpus_per_worker=1"
+)
 Variables = Annotated[
     list[str] | None,
     typer.Option("--env", metavar="NAME=VALUE", help="Set an environment variable for the driver and all workers."),
@@ -64,8 +68,11 @@ def submit(
         variables[name] = value
     document = read_recipe(recipe_path(recipe), overrides or [])
     kinds = kinds_of(context)
-    storage = resolve(document, kinds).storage  # report errors in the recipe here, not on the cluster
+    campaign = resolve(document, kinds)  # report errors in the recipe here, not on the cluster
+    storage = campaign.storage
     run = storage.address()
+    if campaign.cluster.backend == "processes":
+        echo(ONE_MACHINE)
     from jobs.extras.submit import submission  # imports Ray
 
     check_name(Path(run).name, "a run", "use another folder: run=runs/NAME")

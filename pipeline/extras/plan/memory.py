@@ -157,10 +157,11 @@ def recomputed_blocks(cfg: TrainConfig, model: ModelConfig) -> int:
 
 
 def fewest_blocks(needed: Callable[[int], float], most: int, limit: float) -> int | None:
-    """Return the smallest number of blocks to recompute so that `needed(blocks)` is within the limit, or None.
+    """Return a small number of blocks to recompute so that `needed(blocks)` is within the limit, or None.
 
-    More recomputed blocks cost training time, and each call of `needed` costs a trace. The search is therefore a
-    bisection with linear interpolation.
+    More recomputed blocks cost training time, and each call of `needed` costs a trace of several seconds. The search is
+    therefore a bisection with linear interpolation. It ends as soon as the interpolation gives no smaller number, which
+    is then the smallest if each block saves the same memory.
     """
     # Largest number that does not fit, and smallest number that fits.
     low = 0
@@ -173,7 +174,9 @@ def fewest_blocks(needed: Callable[[int], float], most: int, limit: float) -> in
         return None
     while high - low > 1:
         share = (low_needed - limit) / (low_needed - high_needed)
-        middle = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+        middle = max(low + math.ceil(share * (high - low)), low + 1)
+        if middle >= high:
+            break
         middle_needed = needed(middle)
         if middle_needed <= limit:
             high = middle
@@ -256,6 +259,8 @@ def check_fits(
         remedies.append(f"{name}.checkpoint_blocks={blocks} (needs {memory_text(size)})")
     # The next ZeRO stage that fits.
     for zero in range(cfg.zero + 1, LAST_STAGE + 1):
+        if least_bytes(replace(cfg, zero=zero), model, world) > limit:
+            continue
         size = needed(zero=zero)
         if size <= limit:
             remedies.append(f"{name}.zero={zero} (needs {memory_text(size)})")

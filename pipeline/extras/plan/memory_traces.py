@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -143,9 +144,9 @@ def step_to_trace(
         "data": {"train": "unread", "max_labels": cfg.data.max_labels},
         "optim": optim,
         "steps": 1,
-        # These values only need to pass DeepSpeed's consistency check.
-        "micro_batch": 1,
-        "batch_size": world * micro_batches,
+        # These values only need to pass the checks of the config and of DeepSpeed; mixup needs pairs of images.
+        "micro_batch": 2,
+        "batch_size": 2 * world * micro_batches,
     }
     for name in ("objective", "loss", "exact_parts", "precision", "zero"):
         values[name] = getattr(cfg, name)
@@ -235,8 +236,9 @@ def run_tracer(step: StepToTrace) -> str:
         TRACERS[:] = [Tracer()]
         answer = TRACERS[0].answer(question)
     if not answer.strip():
-        lines = TRACERS[0].errors().strip().splitlines() or ["no error output"]
-        raise TraceFailed(f"could not trace the step: {lines[-1][:LONGEST_REASON]}")
+        # The last error: the last line of a traceback that is not indented, and the lines of its message.
+        reason = re.split(r"\n(?=\S)", TRACERS[0].errors().strip())[-1] or "no error output"
+        raise TraceFailed(f"could not trace the step: {' '.join(reason.split())[:LONGEST_REASON]}")
     return answer.strip()
 
 

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 import models
 from data.loader import Batch, Wait
@@ -67,6 +67,12 @@ PHASES = {
     "backward": Kind.GRADIENTS,
     "recompute": Kind.ACTIVATIONS,  # during the backward pass
     "update": Kind.GRADIENTS,
+}
+# Slow operations without data whose results never share memory with their arguments.
+WITHOUT_VIEWS = {
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.native_layer_norm.default,
+    torch.ops.aten.native_layer_norm_backward.default,
 }
 Event = tuple[str, Kind, int]  # (phase, purpose of the memory, change in bytes)
 
@@ -288,6 +294,7 @@ class LiveBytes(TorchDispatchMode):
         self.over_gloo = over_gloo
         self.events: list[Event] = []
         self._phase = "build"
+        self._stand_ins: dict[tuple[Any, ...], Tensor] = {}
         self._living: dict[int, tuple[weakref.ref[Any], Kind, int]] = {}  # by the address of the storage
 
     def enter(self, phase: str) -> None:
@@ -313,6 +320,9 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: object, arguments: Sequence[Any] = (), options: Any = None
     ) -> Any:
+        # Most calls are these, because every access to `tensor.device` is an operation.
+        if function is torch.ops.prim.device.default and isinstance(arguments[0], FakeTensor):
+            return arguments[0].fake_device
         if function is torch.ops.aten._local_scalar_dense.default and isinstance(arguments[0], FakeTensor):
             # Return a value with which a training step continues: norms and losses are finite, and flags are False.
             if arguments[0].dtype.is_floating_point:
@@ -327,6 +337,8 @@ class LiveBytes(TorchDispatchMode):
             for tensor in copied_by_gloo(name, arguments):
                 buffers.append(torch.empty_like(tensor))
                 self._track(buffers[-1])
+        if function in WITHOUT_VIEWS:
+            arguments = tree_map(self._at_start, arguments)
         result = function(*arguments, **(options or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -342,6 +354,21 @@ class LiveBytes(TorchDispatchMode):
                     self._living[address] = (reference, Kind.GATHERED, size)
                     self.events += [(self._phase, before, -size), (self._phase, Kind.GATHERED, size)]
         return result
+
+    def _at_start(self, value: Any) -> Any:
+        """Return a stand-in for a fake tensor: with the same shape, but at the beginning of its storage.
+
+        DeepSpeed's weights are parts of one storage. FakeTensorMode caches the results of operations by the offsets of
+        their arguments too, and would compute each result once per block.
+        """
+        if not isinstance(value, FakeTensor) or value.storage_offset() == 0:
+            return value
+        key = (value.shape, value.stride(), value.dtype, value.fake_device)
+        if key not in self._stand_ins:
+            self._stand_ins[key] = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.fake_device
+            )
+        return self._stand_ins[key]
 
     def _mse_loss(self, predictions: Tensor, answers: Tensor, reduction: int = 1) -> Tensor:
         """Replacement for torch's kernel (Loss.cpp), with the same shapes and memory but without meaningful values.

@@ -179,6 +179,14 @@ def test_signal_ends_the_drivers_own_work_at_once(stopper) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_first_signal_after_the_last_stage_announces_no_commit(stopper) -> None:
+    stopper.is_run_done = True
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stopper.lines == []
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_stop_before_a_stage_leaves_it_unstarted(packing, monkeypatch) -> None:
     monkeypatch.setattr(Stopper, "is_stop_requested", lambda self: True)
     with pytest.raises(Preempted, match="stopped before shards; run the same command again to resume"):

@@ -20,6 +20,10 @@ from pipeline.config import Tags, tags
 pytestmark = pytest.mark.quick
 
 
+# Of each part, its own samples and shards.
+SETS = {"train": {"samples": 4, "shards": 2, "digest": "ab"}, "held-out": {"samples": 1, "shards": 1, "digest": "cd"}}
+
+
 @dataclass(frozen=True)
 class NumbersConfig:
     """The config of a stage that writes a number."""
@@ -40,7 +44,7 @@ class Numbers(StageKind):
 
     def run(self, cfg: NumbersConfig, context: Context) -> Mapping[str, Any]:
         (context.directory / "evaluation.json").write_text(str(cfg.number))
-        return {"metrics": {"accuracy": cfg.number / 10}, "samples_seen": 5}
+        return {"metrics": {"accuracy": cfg.number / 10}, "samples_seen": 5, "sets": SETS}
 
 
 class Outcomes(Numbers):
@@ -88,6 +92,7 @@ def test_provenance_has_config_inputs_and_counts(tmp_path) -> None:
     assert provenance["config"] == {"number": 7, "init": None}
     assert provenance["inputs"] == {}
     assert provenance["samples_seen"] == 5
+    assert provenance["sets"] == SETS
     assert provenance["environment"]["torch"]
 
 

@@ -71,6 +71,21 @@ def test_folder_with_a_table_of_paths_is_a_table_whose_images_are_opened(name, h
     assert found.class_counts == {"a": 3, "b": 2}
     assert found.sides == [(16, 16)] * 5
     assert not found.bad
+    assert found.notes == ["not used: 'costs.csv'"]
+
+
+def test_unused_tables_are_named_with_the_command_that_uses_one(tmp_path) -> None:
+    write_images(tmp_path / "images", {"a": 3, "b": 2})
+    for name in ("train", "test", "fold 1", "fold 2"):
+        rows = [f"images/{label}/{number}.jpg,{label}" for label, number in (("a", 0), ("b", 0))]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["path,label", *rows]))
+    (tmp_path / "costs.csv").write_text("month,cost\nMay,3\n")
+    found = survey(str(tmp_path), report=lambda _: None)
+    assert found.test is not None
+    assert found.train.notes == [
+        "not used: 'costs.csv', 'fold 1.csv', 'fold 2.csv'; to use the images of a table, run python -m jobs new "
+        f"'{tmp_path}/fold 1.csv'"
+    ]
 
 
 def test_images_of_tars_are_opened_at_their_offsets(tmp_path) -> None:

@@ -5,6 +5,7 @@ The images are digits of 16 pixels; expected counts come from the samples themse
 
 import io
 import json
+import math
 import re
 import tarfile
 from collections import Counter
@@ -17,10 +18,10 @@ import torch
 
 import models
 from data.extras.sources.samples import digits
-from data.extras.survey.survey import Sets, survey
+from data.extras.survey.survey import FoundSet, Sets, survey
 from data.index.document import load_index
 from jobs.__main__ import main
-from jobs.extras.new.new import write_recipe
+from jobs.extras.new.new import bad_fraction, write_recipe
 from jobs.extras.new.training import Machine, choose
 from tests.support.campaigns import load
 from tests.support.foreign_vits import save_timm, transformers_model
@@ -458,3 +459,17 @@ def test_the_length_is_printed_in_passes(tmp_path, capsys, steps, length):
     choice = replace(choose(sets, machine, 1.0, name="mu/8", init=None), steps=steps, batch_size=30)
     write_recipe(Path("length.yaml"), "length", sets, choice, machine)
     assert length in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("images", "opened", "bad", "limit"),
+    [(500, 500, 0, ""), (500, 500, 5, "0.02"), (50_000, 1000, 0, "0.003"), (50_000, 1000, 10, "0.023")],
+)
+def test_limit_on_bad_samples_allows_for_the_images_that_were_not_opened(images, opened, bad, limit):
+    image_set = FoundSet("folder", "photos", images, opened=opened, bad=Counter(truncated=bad))
+    assert bad_fraction(image_set) == limit
+    # With more bad images than the limit, so few would be found in at most 5 % of all samples (Poisson).
+    if opened < images:
+        mean = float(limit) * opened
+        chance = sum(math.exp(-mean) * mean**found / math.factorial(found) for found in range(bad + 1))
+        assert chance < 0.05

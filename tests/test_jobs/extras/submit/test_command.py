@@ -3,6 +3,7 @@
 import pytest
 
 from data.errors import ClusterError
+from jobs.__main__ import main
 from jobs.extras.submit.command import follow, job_name
 from jobs.extras.submit.submission import RayJob
 
@@ -40,3 +41,13 @@ def test_a_killed_driver_is_reported_as_unavailable(exit_code, monkeypatch):
     monkeypatch.setattr("jobs.extras.submit.submission.logs", lambda run: job)
     with pytest.raises(ClusterError, match="job j1 ended without an exit code from Patchline: FAILED"):
         follow("/runs/a")
+
+
+def test_submitting_a_recipe_for_one_machine_says_how_to_use_all_machines(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.yaml").write_text(f"run: {tmp_path}/a\nfigure: {{tables: {{t: /t}}, x: row, y: accuracy}}\n")
+    monkeypatch.setattr(
+        "jobs.extras.submit.submission.submit", lambda *_, **__: RayJob("j1", "a", "PENDING", 1.8e9, None)
+    )
+    for backend in ("processes", "ray"):
+        assert main(["submit", str(tmp_path / "a.yaml"), f"cluster.backend={backend}"]) == 0
+        assert ("add cluster.backend=ray" in capsys.readouterr().out) == (backend == "processes")

@@ -17,6 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import _disable_current_modes
 
 import models
+from pipeline.config import build as build_config
 from pipeline.extras.plan import memory, memory_traces
 from pipeline.extras.plan.memory import GIB, memory_need, need_if_traced, recomputed_blocks
 from pipeline.extras.plan.memory_traces import (
@@ -284,7 +285,9 @@ def test_trace_depends_only_on_settings_that_affect_memory(tmp_path: Path):
         "data": DataConfig(train="x", max_labels=3),
     }
     for name, value in with_a_say.items():
-        assert step_of(**{name: value}) != plain, name
+        step = step_of(**{name: value})
+        assert step != plain, name
+        build_config(TrainConfig, step.config, "config")  # as the tracer does; mixup, for example, needs two images
     # It matters whether gradients are clipped and weights decay, but not at which norm and rate.
     for change in ({"name": "sgd"}, {"clip": 0.0}, {"weight_decay": 0.0}, {"head_weight_decay": 0.0}):
         assert step_of(optim=OptimConfig(**change)) != step_of(optim=OptimConfig()), change
@@ -334,6 +337,10 @@ def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[
         (
             "input(); print('first\\nRuntimeError: killed', file=sys.stderr, flush=True); print()",
             "RuntimeError: killed",
+        ),
+        (
+            "input(); print('Traceback:\\n  line\\nConfigError: a\\n  set b', file=sys.stderr, flush=True); print()",
+            "step: ConfigError: a set b",
         ),
         ("", "no error output"),
         ("input(); print({})", "the tracer printed unexpected output: {}"),
