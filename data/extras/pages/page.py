@@ -83,7 +83,7 @@ PAPER_STYLE: Any = {
     "lines.linewidth": 1.2,
 }
 FORMATS: dict[str, dict[str, Any]] = {  # suffix → options; without a date, equal figures have equal bytes
-    ".png": {"dpi": 300},
+    ".png": {"dpi": 200},
     ".svg": {"metadata": {"Date": None}},
     ".pdf": {"metadata": {"CreationDate": None}},
 }

@@ -29,8 +29,8 @@ HEIGHT = 2.1  # inches
 VECTOR = (".pdf", ".svg")
 FEW = 12  # markers of a line; each point has one if there are at most as many
 TIME_UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
-MAX_DRAWN = 4  # lines that are also drawn as single steps, thin and pale
-QUANTITIES = ("held-out", "training loss")  # beginnings of the titles of the curves that are written
+MAX_DRAWN = 4  # with at most as many lines, single steps are drawn too, thin and pale
+QUANTITIES = ("held-out", "training loss")  # beginnings of the titles of written curves
 
 
 def write_figures(paths: Sequence[Path], folder: Path, stores: Mapping[Path, Storage] | None = None) -> list[Path]:

@@ -286,7 +286,7 @@ def test_values_on_hover_equal_the_losses_in_metrics_jsonl(tmp_path, shards):
     ]
 
 
-@pytest.mark.filterwarnings("error")  # numbers are checked where they are read
+@pytest.mark.filterwarnings("error")  # numbers are checked when they are read
 def test_hostile_numbers_and_names_do_not_break_a_page(restarted, tmp_path, shards):
     for loss in (float("nan"), float("inf"), 1e308, MARKUP, [1]):
         add(restarted, {"kind": "evaluate", "step": 28, "accuracy": loss, "judged": 3, "held_out": {"loss": loss}})
