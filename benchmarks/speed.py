@@ -69,7 +69,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for y, title in (("images_per_s", "Images per second"), ("largest_batch", "Largest batch that fits")):
         folder = options.output / y
         folder.mkdir(exist_ok=True)
-        write_study_chart(figure_of(rows, y, title), folder)
+        write_study_chart(figure_of(rows, y, title), folder / "figure")
         (folder / "figure.svg").replace(options.output / f"{y}.svg")
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from data.checks import one_line
@@ -46,6 +47,16 @@ LOG_TAIL = 1 << 20  # number of bytes at the end of log.txt to search
 STEP = np.dtype([("step", int), ("samples_seen", float), ("loss", float), ("grad_norm", float), ("attempt", int)])
 REPORT = np.dtype([("step", int), ("samples_seen", float), ("lr", float), ("images_per_s", float)])
 REPORT_VALUES = itemgetter("step", "samples_seen", "lr", "images_per_s")
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def measured(values: npt.ArrayLike) -> np.ndarray:
+    """Return recorded values as float64, with NaN for finite values beyond float32, which no run has measured.
+
+    Sums and products of the remaining values cannot overflow.
+    """
+    values = np.asarray(values, float)
+    return np.where(np.isfinite(values) & (np.abs(values) > LARGEST), np.nan, values)
 
 
 class Incident(NamedTuple):
@@ -97,8 +108,8 @@ class StageHistory:
             step = report["step"] - steps_to_end
             steps.step = step
             steps.samples_seen = report["samples_seen"] - steps_to_end * self.record["config"]["batch_size"]
-            steps.loss = report["losses"]
-            steps.grad_norm = report["grad_norms"]
+            steps.loss = measured(report["losses"])
+            steps.grad_norm = measured(report["grad_norms"])
             steps.attempt = report["attempt"]
             is_final = step < repeated_from
             kept.append(steps[is_final])

@@ -29,16 +29,17 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
         for caption, encoded in shard.grid:
             thumbnails.append((caption, page.jpeg(decode(encoded))))
 
-    # Histograms of samples per class, and of sides, shapes and file sizes.
+    # Histograms of samples per class, and of sides, shapes and file sizes; each is a figure, which fits on a phone.
     with page.charted():
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        axes = figure.subplots(2, 2).ravel()
+        figures = [Figure(figsize=(4.2, 2.4), dpi=72, layout="constrained") for _ in range(1 + len(CHARTED))]
+        axes = [figure.add_subplot() for figure in figures]
         counts = sorted((report.classes[label] for label in range(report.index.classes)), reverse=True)
         axes[0].fill_between(range(len(counts)), counts, step="mid", color=page.LINES[0])
         tips = []
         for rank in np.unique(np.linspace(0, len(counts) - 1, MAX_TIPS).astype(int)).tolist() if counts else []:
             tips.append(page.Tip(axes[0], rank, None, [f"{counts[rank]:,} samples", f"class of rank {rank + 1:,}"]))
-        axes[0].set(title="samples per class, largest first", xlabel="class, by rank", ylim=(0, None))
+        titles = ["samples per class, largest first"]
+        axes[0].set(xlabel="class, by rank", ylim=(0, None))
         for axis, name in zip(axes[1:], CHARTED, strict=True):
             title = f"{name} of an image"
             spread = report.spreads.get(name)
@@ -56,14 +57,20 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
                     words = [f"{images:,.0f} images", f"from {start:.4g} to {end:.4g}"]
                     tips.append(page.Tip(axis, (start + end) / 2, None, words))
                 title += f", median {spread.quantile(0.5):.4g}"
-            axis.set(title=title, ylabel="images")
+            axis.set(ylabel="images")
+            titles.append(title)
+        charts = []
+        for figure, axis, title in zip(figures, axes, titles, strict=True):
+            axis.set_title(title, fontsize=10, loc="left")
+            axis.tick_params(labelsize=8)
+            charts.append(page.svg(figure, title, [tip for tip in tips if tip.axes is axis]))
 
     page.write_page(
         Path(path),
         "check.html",
         title=f"Data report for {report.index.tables.name}, digest {report.index.digest[:12]}",
         summary="\n".join(report.lines(world)),
-        chart=page.svg(figure, "histograms of samples per class, image sides, aspect ratios and file sizes", tips),
+        charts=charts,
         shards=shards[:MAX_SHARDS],
         more=more,
         samples=thumbnails,

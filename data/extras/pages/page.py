@@ -8,7 +8,8 @@ to `printable` text, which cannot change the text direction. Use the filter `| l
 
 A chart is a matplotlib Figure drawn with the placeholder colours INK, GRID and LINES, which `svg` replaces with the CSS
 colours of the page, for light and dark mode. Values appear when the mouse is over a chart's `Tip`: this needs only CSS.
-`save_figure` writes a figure for a paper instead: PNG, SVG and PDF.
+`save_figure` writes a figure for a paper instead: PNG, SVG and PDF, drawn in PAPER_STYLE at its size in print (COLUMN
+or TEXT_WIDTH inches wide).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ LINES = ("#010103", "#010104", "#010105", "#010106", "#010107", "#010108")
 # Dashes and markers distinguish the lines for readers who cannot distinguish the colours.
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
-# Colours outside a page, for figures of a paper: Okabe and Ito's, which colour-blind readers can distinguish.
+# Colours outside a page, for figures of a paper, which colour-blind readers can distinguish: Okabe and Ito 2008, Color
+# Universal Design, https://jfly.uni-koeln.de/color.
 ON_PAPER = {INK: "#222222", GRID: "#dddddd"} | dict(
     zip(LINES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"), strict=True)
 )
@@ -59,15 +61,29 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-# Type 42 embeds TrueType fonts in a PDF; many publishers refuse matplotlib's default, Type 3.
+COLUMN = 3.25  # inches; ICML's template, and CVPR's within 1 %
+TEXT_WIDTH = 6.75  # inches; both columns
+# Type 42 embeds TrueType fonts in a PDF; many publishers refuse matplotlib's default, Type 3. In an SVG, text stays
+# text (STYLE), which can be searched and edited; programs without DejaVu Sans show it in Arial or Helvetica.
 PAPER_STYLE: Any = {
     **{key: ON_PAPER.get(value, value) if isinstance(value, str) else value for key, value in STYLE.items()},
     "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"],
     "pdf.fonttype": 42,
     "figure.facecolor": "white",
+    # Points in print: the text of these templates has 10.
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "axes.linewidth": 0.6,
+    "grid.linewidth": 0.5,
+    "lines.linewidth": 1.2,
 }
 FORMATS: dict[str, dict[str, Any]] = {  # suffix → options; without a date, equal figures have equal bytes
-    ".png": {"dpi": 150},
+    ".png": {"dpi": 300},
     ".svg": {"metadata": {"Date": None}},
     ".pdf": {"metadata": {"CreationDate": None}},
 }

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from data.errors import DataError, UsageError
-from data.extras.pages.page import LINES, ON_PAPER, PAPER_STYLE, save_figure
+from data.extras.pages.page import COLUMN, LINES, ON_PAPER, PAPER_STYLE, TEXT_WIDTH, save_figure
 from data.files import write_atomically
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
@@ -44,7 +44,10 @@ NEARLY_UNIFORM = 1.5  # × the mean: below this, no patch stands out
 BATCH_BYTES = 64 << 20  # attention weights of a batch; an image of L/16 at 384 px needs half a gigabyte
 MAX_IMAGES = 8  # images in attention.png
 COMPONENTS = 28  # filters in figure 7
-POSITION_LABELS = 14  # maximum number of labels on an axis of the position maps
+POSITION_LABELS = 7  # maximum number of labels on an axis of the position maps
+MAX_ROWS = 3  # of attention.png, with one image each; more images are drawn in two columns
+HEADING = 0.2  # inches above the images in attention.png
+GAPS_PER_WIDTH = 40  # gaps between images that would fit into the width of one
 
 
 @dataclass(frozen=True)
@@ -162,8 +165,9 @@ def attention_of(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarr
         batch = torch.from_numpy(np.stack(chunk)).permute(0, 3, 1, 2)  # (b, height, width, 3) → (b, 3, height, width)
         weights = analysis.attention_weights(model, normalise(batch, config, torch.float32, device()))
         maps += analysis.attention_map(weights, config).cpu()
-        distance += len(chunk) * analysis.attention_distance(weights, config).cpu()
-        renormalised += len(chunk) * analysis.attention_distance(weights, config, renormalise=True).cpu()
+        raw, scaled = analysis.attention_distances(weights, config)
+        distance += len(chunk) * raw.cpu()
+        renormalised += len(chunk) * scaled.cpu()
     return AttentionMaps(torch.stack(maps), distance / len(maps), renormalised / len(maps))
 
 
@@ -194,22 +198,32 @@ def rounded(tensor: Tensor | None) -> object:
 def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> None:
     """Draw figure 6: each image next to a copy darkened outside the attended regions."""
     shown = list(images.values())[:MAX_IMAGES]
-    height, width = shown[0].shape[:2]
-    # All images have the model's input size.
-    row_height = 2 * height / width  # inches; the two columns are four inches wide in total
-    figure = Figure(figsize=(4, row_height * len(shown) + 0.3), layout="constrained")
-    # squeeze=False keeps two dimensions if there is only one image.
-    rows = figure.subplots(len(shown), 2, squeeze=False)
-    rows[0][0].set_title("Input")
-    rows[0][1].set_title("Attention, black to bright")
-    for (left, right), pixels, attention_map in zip(rows, shown, maps[: len(shown)], strict=True):
-        low, high = relative_range(attention_map)
-        right.text(0.02, 0.02, f"{low:.2f} to {high:.2f} × mean", color="white", fontsize=7, transform=right.transAxes)
+    height, width = shown[0].shape[:2]  # all images have the model's input size
+    pairs = 1 if len(shown) <= MAX_ROWS else 2  # in a row
+    rows = -(-len(shown) // pairs)
+    # One picture with white gaps, because matplotlib takes long to draw axes for each image.
+    gap = -(-width // GAPS_PER_WIDTH)
+    picture = np.full((rows * (height + gap) - gap, 2 * pairs * (width + gap) - gap, 3), 255, np.uint8)
+    inches = COLUMN if pairs == 1 else TEXT_WIDTH
+    figure_height = inches * picture.shape[0] / picture.shape[1] + HEADING
+    figure = Figure(figsize=(inches, figure_height))
+    axes = figure.add_axes((0, 0, 1, 1 - HEADING / figure_height))
+    for number, (pixels, attention_map) in enumerate(zip(shown, maps, strict=False)):
+        row, pair = divmod(number, pairs)
+        top = row * (height + gap)
+        left = 2 * pair * (width + gap)
+        dark = left + width + gap
+        picture[top : top + height, left : left + width] = pixels
         light = enlarged(attention_map, pixels.shape[:2])
-        left.imshow(pixels)
-        right.imshow(pixels / 255 * light[..., None])
-        left.set_axis_off()
-        right.set_axis_off()
+        picture[top : top + height, dark : dark + width] = np.rint(pixels * light[..., None])
+        low, high = relative_range(attention_map)
+        range_text = f"{low:.2f} to {high:.2f} × mean"
+        axes.text(dark + 0.02 * width, top + 0.97 * height, range_text, color="white", fontsize=6)
+        if row == 0:
+            axes.text(left + width / 2, -gap, "Input", ha="center", fontsize=8)
+            axes.text(dark + width / 2, -gap, "Attention, black to bright", ha="center", fontsize=8)
+    axes.imshow(picture, aspect="auto", interpolation="none")
+    axes.set_axis_off()
     save_figure(figure, path.with_suffix(""), (".png", ".pdf"))
 
 
@@ -230,12 +244,12 @@ def enlarged(attention_map: Tensor, size: tuple[int, ...]) -> np.ndarray:
 
 def draw_features(features: Features, distance: Tensor, path: Path) -> None:
     """Draw figures 7 and 11: patch filters, position similarities, and the attention distance of every head."""
-    figure = Figure(figsize=(16, 5), layout="constrained")
-    left, centre, right = figure.subplots(1, 3)
-
-    left.set_title(
-        f"RGB embedding filters, first {COMPONENTS} principal components,\neach from its lowest to its highest value"
+    figure = Figure(figsize=(TEXT_WIDTH, 2.5))
+    # Fixed places, because computing a layout takes long.
+    left, centre, right = figure.subplots(
+        1, 3, gridspec_kw={"left": 0.02, "right": 0.99, "bottom": 0.17, "top": 0.84, "wspace": 0.4}
     )
+    left.set_title(f"{COMPONENTS} principal filter components,\neach from lowest to highest value")
     left.set_axis_off()
     if features.components is None:
         left.text(0.5, 0.5, "no patch filters: the stem is a ResNet", ha="center")
@@ -245,8 +259,8 @@ def draw_features(features: Features, distance: Tensor, path: Path) -> None:
     draw_positions(figure, centre, features.position_similarity)
 
     layers = np.arange(1, len(distance) + 1)
-    right.plot(layers, distance.numpy(), "o", color=ON_PAPER[LINES[0]], alpha=0.6, markersize=5)
-    right.set(title="Attention distance of every head", xlabel="Layer", ylabel="Mean attention distance (pixels)")
+    right.plot(layers, distance.numpy(), "o", color=ON_PAPER[LINES[0]], alpha=0.6, markersize=3)
+    right.set(title="Attention distance of each head", xlabel="Layer", ylabel="Mean distance (pixels)")
     right.set_ylim(0, 1.05 * distance.max().item())
     right.locator_params(axis="x", integer=True)
     save_figure(figure, path.with_suffix(""), (".png", ".pdf"))
@@ -273,7 +287,8 @@ def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> Non
         places = [(count + 1) * number + (count - 1) / 2 for number in numbers]
         set_ticks(places, [str(number + 1) for number in numbers])
     axes.set(xlabel="Input patch column", ylabel="Input patch row")
-    figure.colorbar(drawn, ax=axes, label="Cosine similarity", shrink=0.8)
+    bar = figure.colorbar(drawn, ax=axes, ticks=(-1, 0, 1), shrink=0.8)
+    bar.set_label("Cosine similarity", labelpad=-4)
 
 
 def tiled(components: Tensor, columns: int = 7) -> np.ndarray:

@@ -102,6 +102,11 @@ def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     return (x[firsts] + x[lasts]) / 2, means, size
 
 
+def is_steep(values: np.ndarray) -> bool:
+    """Return whether a curve with these finite values needs a logarithmic axis."""
+    return bool(len(values)) and values.min() > 0 and bool(values.max() > STEEP * np.median(values))
+
+
 def line_chart(
     title: str,
     lines: Sequence[Line],
@@ -123,7 +128,7 @@ def line_chart(
         for line in lines:
             values = np.append(values, line.y[np.isfinite(line.y)])
             curves += not line.is_faded
-        if len(values) and values.min() > 0 and values.max() > STEEP * np.median(values):
+        if is_steep(values):
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(PLAIN)  # typesetting powers of ten takes matplotlib half a second
             axes.yaxis.set_minor_formatter(NullFormatter())
@@ -168,7 +173,7 @@ def line_chart(
         axes.xaxis.set_major_formatter(axis[1])
         axes.locator_params(axis="x", nbins=MAX_TICKS)
         if is_from_zero:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * values.max() if len(values) and values.max() > 0 else 1)
         if is_share:
             axes.yaxis.set_major_formatter(PERCENT)
         # Put the legend below the axes, so that it does not cover a curve.

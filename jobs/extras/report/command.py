@@ -2,9 +2,10 @@
 
 import sys
 import webbrowser
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,6 +27,13 @@ def report(
         str | None,
         typer.Option(
             metavar="FILE", help="File to write; default: RUN/report.html, or ./comparison.html for several runs."
+        ),
+    ] = None,
+    figures: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Also write the learning curves and the figures of studies there, as PDF and SVG for a paper.",
         ),
     ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
@@ -61,10 +69,26 @@ def report(
         if output is not None and (page.is_dir() or not page.parent.is_dir()):
             problem = f"{page} is a folder" if page.is_dir() else f"the folder {page.parent} does not exist"
             raise UsageError(f"--output {page}: {problem}\n  expected a file name such as report.html")
+        if figures is not None and Path(figures).is_file():
+            raise UsageError(f"--figures {figures} is a file\n  expected a folder (created if it does not exist)")
         write_report(paths, page, stores)
+        written = []
+        if figures is not None:
+            from jobs.extras.report.paper import write_figures
+
+            written = write_figures(paths, Path(figures), stores)
     if open_ and not webbrowser.open(page.absolute().as_uri()):
         print(
             "cannot open a browser on this machine; copy the report, a self-contained file, to a machine with one",
             file=sys.stderr,
         )
-    return Answer({"page": str(page), "runs": runs}, lambda document: [f"page: {document['page']}"])
+    return Answer({"page": str(page), "runs": runs, "figures": list(map(str, written))}, lines_of)
+
+
+def lines_of(document: Mapping[str, Any]) -> list[str]:
+    """Return the command's output."""
+    lines = [f"page: {document['page']}"]
+    if document["figures"]:
+        count = len(document["figures"])
+        lines.append(f"figures: {count} files in {Path(document['figures'][0]).parent}, half of them PDF, half SVG")
+    return lines

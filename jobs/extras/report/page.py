@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
+from matplotlib.ticker import FuncFormatter
 
 from data.checks import one_line
 from data.errors import PatchlineError
@@ -30,11 +31,11 @@ from data.index.index import Index
 from data.storage import Storage
 from jobs.extras.diff.first_difference import find_first_difference
 from jobs.extras.diff.recorded import recorded_differences
-from jobs.extras.history import DRAW, REPORT, REPORT_VALUES, RunHistory, StageHistory, flat, read_run
+from jobs.extras.history import DRAW, REPORT, REPORT_VALUES, RunHistory, StageHistory, flat, measured, read_run
 from jobs.extras.report import charts
 from jobs.extras.report.charts import Line, Mark
 from jobs.extras.report.pictures import SAMPLES, Album, Gallery
-from jobs.extras.studies.chart import study_chart
+from jobs.extras.studies.chart import study_charts
 from jobs.stage_folders import RECORD, started_s
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
@@ -220,7 +221,7 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
         marks = list(events)
         for spike in stage.of_kind("spike"):
             at_spike = {"loss": spike["recent"][-1]["loss"], "grad_norm": spike["grad_norm"]}
-            height = at_spike.get(CURVES[name], math.nan)
+            height = float(measured(at_spike.get(CURVES[name], math.nan)))
             if math.isfinite(height):
                 marks.append(Mark(stage.samples_at(spike["step"]), "spike", height))
         drawn.append(charts.line_chart(name, lines, marks, reach=reach))
@@ -283,6 +284,10 @@ def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
     for record in stage.of_kind(*FAILURES):
         why = one_line(str(record.get("error") or record.get("reason")))
         failures.append((record["step"], record["kind"].replace("_", " "), why))
+    for record in stage.of_kind("evaluate"):
+        for name, metric in metrics_of(record).items():
+            if not 0 <= metric <= 1:
+                failures.append((record["step"], "evaluation", f"{name} is {metric:g}, expected 0 to 1"))
     sets: list[dict[str, Any]] = []
     for name, index in stage.sets.items():
         if not isinstance(index, Index):
@@ -393,7 +398,7 @@ def loss_of(evaluation: Record) -> float | None:
     """Return the held-out loss in an evaluation's record; None if it has none, as before 2026-11-29."""
     values = evaluation.get("held_out")
     loss = values.get("loss") if isinstance(values, Mapping) else None
-    return loss if isinstance(loss, float) else None
+    return float(measured(loss)) if isinstance(loss, float) else None
 
 
 def held_out_loss(stage: StageHistory) -> Line:
@@ -423,7 +428,7 @@ def usage_charts(stage: StageHistory) -> list[Markup]:
             y = []
             for record in records:
                 with suppress(ValueError, LookupError, TypeError):
-                    values = np.array(record.get(name, []), float)
+                    values = measured(record.get(name, []))
                     offset_s = float(record["started"]) - started_s(stage.folder)
                     x.append(offset_s + float(record["interval_s"]) * np.arange(1, len(values) + 1))
                     # A gap separates attempts.
@@ -452,6 +457,8 @@ def curves(stage: StageHistory) -> dict[str, list[Line]]:
     """Return a training stage's curves by chart: the final steps, and the steps that an attempt lost in a failure."""
     charted: dict[str, list[Line]] = {}
     reports = np.array(list(map(REPORT_VALUES, stage.kept_reports)), REPORT)
+    for field in ("lr", "images_per_s"):
+        reports[field] = measured(reports[field])
     for name, field in CURVES.items():
         kept = stage.steps if field in OF_STEPS else reports
         is_of_steps = field in OF_STEPS
@@ -464,20 +471,31 @@ def curves(stage: StageHistory) -> dict[str, list[Line]]:
     return charted
 
 
+def metrics_of(evaluation: Record) -> dict[str, float]:
+    """Return the metrics in an evaluation's record, without the single draws of few-shot probes."""
+    metrics = {}
+    for name, value in evaluation.items():
+        if isinstance(value, float) and name not in ("time", "seconds") and DRAW not in name:
+            metrics[name] = value
+    return metrics
+
+
 def evaluations(stage: StageHistory) -> list[EvaluatedMetric]:
-    """Return the metrics of a stage's evaluations, with confidence intervals, newest first."""
+    """Return the metrics of a stage's evaluations, with confidence intervals, newest first.
+
+    All metrics are shares: other values are in the list of failures (`stage_values`).
+    """
     by_step = {}
     for record in stage.of_kind("evaluate"):
         by_step[record["step"]] = record  # if a step was evaluated twice, use the later record
     rows = []
     for step, record in sorted(by_step.items(), reverse=True):
-        for name, value in record.items():
-            # Skip single draws of a few-shot probe; the report shows their mean.
-            if not isinstance(value, float) or name in ("time", "seconds") or DRAW in name:
+        for name, value in metrics_of(record).items():
+            if not 0 <= value <= 1:
                 continue
             row = EvaluatedMetric(step, name, value, low=value, high=value, samples=None, draws=0, deviation=0.0)
             draws = [record[other] for other in record if other.startswith(f"{name}{DRAW}")]
-            if name == "accuracy" and "judged" in record and 0 <= value <= 1:
+            if name == "accuracy" and "judged" in record:
                 low, high = wilson(value, record["judged"])
                 row = row._replace(low=low, high=high, samples=record["judged"])
             elif len(draws) > 1:
@@ -515,10 +533,9 @@ def name_in(names: Mapping[int, str | None], label: int) -> str:
 
 
 def figure_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
-    """Return the chart and the text of a study's figure."""
+    """Return the charts and the text of a study's figure."""
     record = artifacts.read_record(stage.folder / "figure.json")
-    has_paper = "paper" in record  # the paper's results are shown in a second panel of equal width
-    return {"chart": study_chart(record), "has_paper": has_paper, "text": (stage.folder / "figure.md").read_text()}
+    return {"charts": study_charts(record), "text": (stage.folder / "figure.md").read_text()}
 
 
 def sweep_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
@@ -540,7 +557,7 @@ def sweep_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
             deviation = mean["sd"] or 0.0
             low, high = mean["interval"] or (mean["mean"] - deviation, mean["mean"] + deviation)
             if mean["interval"]:
-                spread_label = "95 %"
+                spread_label = "95 % intervals"
             drawn.append((name, mean["mean"], low, high))
     if drawn:
         title = f"{stage.name}: {record['metric']}, {spread_label}"
@@ -564,22 +581,10 @@ RESULTS = {"sweep.json": sweep_values, "figure.json": figure_values, "evaluation
 
 def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
     """Return the variables for compare.html: curves and first differences of the stages shared by the runs."""
-    # Name runs after their folders; if two names are equal, add the parent folders.
-    names = {run.path: run.name for run in runs}
-    if len(set(names.values())) < len(names):
-        for run in runs:
-            names[run.path] = f"{run.path.parent.name}/{run.name}"
-    # If every run has exactly one training stage, compare these even if their names differ.
-    have_one_each = all(len(run.trained) == 1 for run in runs)
-    shared: dict[str, dict[str, StageHistory]] = {}  # stage's name → name of the run → stage
-    for run in runs:
-        for stage in run.trained:
-            name = "the only training stage" if have_one_each else stage.name
-            # If several folders have the same stage name, use the newest, which is last; the others have older configs.
-            shared.setdefault(name, {})[names[run.path]] = stage
+    names = names_of(runs)
     compared = []
     single = []
-    for name, of_runs in shared.items():
+    for name, of_runs in stages_of_runs(runs).items():
         if len(of_runs) > 1:
             compared.append(compare_stage(name, of_runs))
         else:
@@ -597,6 +602,29 @@ def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
         "most_columns": max((len(stage["table"].columns) for stage in compared), default=0),
         "single": single,
     }
+
+
+def names_of(runs: Sequence[RunHistory]) -> dict[Path, str]:
+    """Name runs after their folders; if two names are equal, add the parent folders."""
+    names = {run.path: run.name for run in runs}
+    if len(set(names.values())) < len(names):
+        for run in runs:
+            names[run.path] = f"{run.path.parent.name}/{run.name}"
+    return names
+
+
+def stages_of_runs(runs: Sequence[RunHistory]) -> dict[str, dict[str, StageHistory]]:
+    """Return the training stages by name: stage's name → name of the run → stage."""
+    names = names_of(runs)
+    # If every run has exactly one training stage, compare these even if their names differ.
+    have_one_each = all(len(run.trained) == 1 for run in runs)
+    shared: dict[str, dict[str, StageHistory]] = {}
+    for run in runs:
+        for stage in run.trained:
+            name = "the only training stage" if have_one_each else stage.name
+            # If several folders have the same stage name, use the newest, which is last; the others have older configs.
+            shared.setdefault(name, {})[names[run.path]] = stage
+    return shared
 
 
 def short(text: str) -> str:
@@ -628,7 +656,7 @@ def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, A
         "base": base_name,
         "others": others,
         "table": table,
-        "charts": learning_curves(of_runs, table, marks),
+        "charts": [curve.drawn() for curve in learning_curves(of_runs, table, marks)],
         "runs": len(of_runs),
     }
 
@@ -730,8 +758,28 @@ def interval_text(row: EvaluatedMetric) -> str:
     return ""
 
 
-def learning_curves(of_runs: Mapping[str, StageHistory], table: RunsTable, marks: Sequence[Mark]) -> list[Markup]:
-    """Return charts of the runs: held-out metric and losses over images seen and over time, and the other curves.
+class LearningCurve(NamedTuple):
+    """The content of a chart with a line for each run."""
+
+    title: str
+    lines: list[Line]
+    marks: Sequence[Mark]
+    axis: tuple[str, FuncFormatter]
+    is_share: bool
+
+    def drawn(self) -> Markup:
+        """Return the chart for a page."""
+        # A chart does not label its only curve.
+        title = f"{self.title}: {self.lines[0].label}" if len(self.lines) == 1 else self.title
+        if self.axis is charts.TIME:
+            title += " over time"
+        return charts.line_chart(title, self.lines, self.marks, is_share=self.is_share, axis=self.axis)
+
+
+def learning_curves(
+    of_runs: Mapping[str, StageHistory], table: RunsTable, marks: Sequence[Mark]
+) -> list[LearningCurve]:
+    """Return the curves of the runs: held-out metric and losses over images seen and over time, and the other curves.
 
     Of many runs, the best MAX_LINES have a line of their own; some of the others are grey.
     """
@@ -747,7 +795,12 @@ def learning_curves(of_runs: Mapping[str, StageHistory], table: RunsTable, marks
         if points:
             steps = np.array([row.step for row in points])
             x = np.array([stage.samples_at(row.step) for row in points])
-            of_run[f"held-out {table.metric}"] = Line(name, x, np.array([row.value for row in points]), steps)
+            value = np.array([row.value for row in points])
+            line = Line(name, x, value, steps)
+            if len(of_runs) == 1 and all(row.samples for row in points):
+                ends = np.array([(row.value - row.low, row.high - row.value) for row in points]).T
+                line = line._replace(spread=np.maximum(ends, 0))
+            of_run[f"held-out {table.metric}"] = line
         held_out = held_out_loss(stage)
         if len(held_out.x):
             of_run["held-out loss"] = held_out
@@ -763,16 +816,14 @@ def learning_curves(of_runs: Mapping[str, StageHistory], table: RunsTable, marks
             if title in OVER_TIME or title.startswith("held-out"):
                 x = seconds_at(stage, np.interp(line.x, stage.steps.samples_seen, stage.steps.step))
                 over_time.setdefault(title, []).append(line._replace(x=x))
-    drawn = []
+    of_charts = []
     for title, lines in charted.items():
         is_share = title == f"held-out {table.metric}"
         at = marks if title == "training loss" else ()
-        # A chart does not label its only curve.
-        named = f"{title}: {lines[0].label}" if len(lines) == 1 else title
-        drawn.append(charts.line_chart(named, lines, at, is_share=is_share))
+        of_charts.append(LearningCurve(title, lines, at, charts.SAMPLES_SEEN, is_share))
         if title in over_time:
-            drawn.append(charts.line_chart(f"{named} over time", over_time[title], is_share=is_share, axis=charts.TIME))
-    return drawn
+            of_charts.append(LearningCurve(title, over_time[title], (), charts.TIME, is_share))
+    return of_charts
 
 
 def seconds_at(stage: StageHistory, steps: np.ndarray) -> np.ndarray:

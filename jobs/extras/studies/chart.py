@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
 from data.extras.pages.page import (
+    COLUMN,
     DASHES,
     GRID,
     INK,
@@ -23,6 +24,7 @@ from data.extras.pages.page import (
     MARKERS,
     ON_PAPER,
     PAPER_STYLE,
+    TEXT_WIDTH,
     Tip,
     charted,
     save_figure,
@@ -30,7 +32,8 @@ from data.extras.pages.page import (
 )
 from pipeline.values import amount
 
-WIDTH = 4.9  # of a panel, in inches
+WIDTH = 4.2  # of a panel on a page, in inches
+PAPER_HEIGHT = 2.6  # inches
 MAX_TIPS = 300  # points of a panel with their values on hover
 # Labels of the axes that jobs/extras/studies/axes.py computes; metrics keep their names, with ticks in percent.
 UNITS = {
@@ -46,22 +49,32 @@ UNITS = {
 MAX_LABEL_LENGTH = 28  # characters
 
 
-def write_study_chart(record: Mapping[str, Any], folder: Path) -> list[str]:
-    """Write a study's figure as PNG, SVG and PDF, in the colours for paper; return the names of the files."""
+def write_study_chart(
+    record: Mapping[str, Any], path: Path, suffixes: Iterable[str] = (".png", ".svg", ".pdf")
+) -> list[Path]:
+    """Write a study's figure once for each suffix, in the colours and sizes for paper; return the paths."""
     with matplotlib.rc_context(PAPER_STYLE):
-        paths = save_figure(study_figure(record, ON_PAPER), folder / "figure")
-    return [path.name for path in paths]
+        figure = study_figure(record, ON_PAPER)
+        width = COLUMN if "paper" not in record else TEXT_WIDTH
+        figure.set_size_inches(width, PAPER_HEIGHT)
+        return save_figure(figure, path, suffixes)
 
 
-def study_chart(record: Mapping[str, Any]) -> Markup:
-    """Return a study's figure as inline SVG for the report."""
-    with charted():
-        figure = study_figure(record, {})
-        tips = []
-        for axes, panel in zip(figure.axes, [record, record.get("paper")], strict=False):
-            if panel is None:
-                continue
+def study_charts(record: Mapping[str, Any]) -> list[Markup]:
+    """Return a study's figure as inline SVGs for the report: our panel and, if there is one, the paper's.
+
+    Each panel is a chart of its own: next to each other, two of them would be too small on a phone.
+    """
+    panels = [{key: value for key, value in record.items() if key != "paper"}]
+    if "paper" in record:
+        panels.append({**record["paper"], "log": record["log"], "stamp": ""})
+    drawn = []
+    for panel in panels:
+        with charted():
+            figure = study_figure(panel, {})
+            (axes,) = figure.axes
             names = names_of(panel)
+            tips = []
             for point in panel["points"][:MAX_TIPS]:
                 x = names.index(point["x"]) if names else point["x"]
                 lines = [f"{point['series']}: {point['row']}", f"{panel['y']} {value_text(point['y'], panel)}"]
@@ -70,7 +83,8 @@ def study_chart(record: Mapping[str, Any]) -> Markup:
                     lines[1] += f" ({' to '.join(ends)})"
                 lines.append(f"{panel['x']} {point['x'] if names else format(point['x'], '.4g')}")
                 tips.append(Tip(axes, x, point["y"], lines))
-        return svg(figure, record["title"], tips)
+            drawn.append(svg(figure, panel["title"], tips))
+    return drawn
 
 
 def value_text(value: float, panel: Mapping[str, Any]) -> str:
@@ -90,7 +104,7 @@ def study_figure(record: Mapping[str, Any], colours: Mapping[str, str]) -> Figur
         panels.append(record["paper"])
     bottom = 0.06 if record["stamp"] else 0.0  # share of the height for the stamp
     layout = ConstrainedLayoutEngine(rect=(0, bottom, 1, 1 - bottom))
-    figure = Figure(figsize=(WIDTH * len(panels), 3.4), dpi=72, layout=layout)
+    figure = Figure(figsize=(WIDTH * len(panels), 3), dpi=72, layout=layout)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw_panel(axes, panel, record["log"], colours)
     law = record.get("fit", {})

@@ -205,7 +205,7 @@ class Figure(StageKind):
         from jobs.extras.studies.chart import write_study_chart
 
         artifacts.write_record(context.directory / DOCUMENT, figure)
-        pictures = write_study_chart(figure, context.directory)
+        pictures = [path.name for path in write_study_chart(figure, context.directory / "figure")]
         table = io.StringIO()
         columns = ["source", "series", "row", "x", "y", "low", "high", "runs"]
         writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")

@@ -52,9 +52,9 @@ def test_the_attention_map_is_the_class_tokens_row_on_the_grid(case):
 
 def test_attention_distance_with_the_class_token_dropped_either_way(case):
     model, weights, _, expected = case
-    for name, renormalise in (("attn_distance_raw", False), ("attn_distance_renormalised", True)):
-        computed = analysis.attention_distance(weights, model.config, renormalise)
-        np.testing.assert_allclose(computed, expected[name], atol=1e-5, rtol=0, err_msg=name)
+    raw, renormalised = analysis.attention_distances(weights, model.config)
+    np.testing.assert_allclose(raw, expected["attn_distance_raw"], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(renormalised, expected["attn_distance_renormalised"], atol=1e-5, rtol=0)
 
 
 def test_position_similarity(case):
@@ -66,8 +66,8 @@ def test_uniform_attention_reaches_the_mean_distance_of_a_grid_that_is_not_squar
     config = models.config_of("mu/8", image_size=(16, 24), classes=0, pool="gap")
     places = np.array([(y, x) for y in (0, 8) for x in (0, 8, 16)], float)
     expected = np.linalg.norm(places[:, None] - places, axis=-1).mean()
-    computed = analysis.attention_distance([torch.full((1, 2, 6, 6), 1 / 6)], config)
-    torch.testing.assert_close(computed, torch.full((1, 2), expected, dtype=torch.float64))
+    for computed in analysis.attention_distances([torch.full((1, 2, 6, 6), 1 / 6)], config):
+        torch.testing.assert_close(computed, torch.full((1, 2), expected, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -94,16 +94,21 @@ def test_recomputed_weights_reproduce_the_attention_output(config):
     seen = []
     last = model.blocks[-1].attention
     handle = last.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0], output)))
+    projected = []
+    for block in model.blocks:
+        block.attention.qkv.register_forward_pre_hook(lambda *_: projected.append(1))
     weights = analysis.attention_weights(model, IMAGES)
     handle.remove()
+    assert len(projected) == 2, "one projection per block"
     x, output = seen[0]
     v = last.qkv(x).chunk(3, dim=-1)[2].unflatten(-1, (last.heads, -1)).transpose(1, 2)
     mixed = (weights[-1] @ v).transpose(1, 2).flatten(2)
     if model.config.attention_norm:
         mixed = last.norm(mixed)
-    torch.testing.assert_close(last.out(mixed), output)
+    torch.testing.assert_close(last.out(mixed)[:, :1], output)  # the last block computes only one token
     assert analysis.attention_map(weights, model.config).shape == (2, 2, 3)
     assert not any(block.attention._forward_pre_hooks for block in model.blocks)
+    assert not any("project" in vars(block.attention) for block in model.blocks)
 
 
 def test_the_attention_map_counts_registers_that_are_pooled():

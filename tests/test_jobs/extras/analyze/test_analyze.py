@@ -66,9 +66,17 @@ def test_a_hybrid_without_position_embeddings_has_no_similarity_and_no_filters(t
 def test_attention_figure_has_room_for_every_image_and_the_titles(tmp_path):
     images = {name: np.zeros((24, 16, 3), np.uint8) for name in "abc"}
     draw_attention(images, torch.ones(3, 3, 2), tmp_path / "attention.png")
-    # By hand: 150 pixels per inch; two columns of 2 inches, so an image is 3 inches high; 0.3 inches for the titles.
+    # By hand, at 300 pixels per inch and 3.25 inches for two images of 16 pixels and a gap of 1: three images of 24
+    # pixels with two gaps, and 0.2 inches for the titles.
     height, width = cv2.imread(str(tmp_path / "attention.png")).shape[:2]
-    assert (height, width) == (round(150 * (3 * 3 + 0.3)), 150 * 4)
+    assert width == 975
+    assert height == pytest.approx(300 * (3.25 * 74 / 33 + 0.2), abs=1)
+    draw_attention(
+        {name: np.zeros((24, 16, 3), np.uint8) for name in "abcdefgh"}, torch.ones(8, 3, 2), tmp_path / "8.png"
+    )
+    height, width = cv2.imread(str(tmp_path / "8.png")).shape[:2]
+    assert width == 300 * 6.75, "both columns: eight images in one column would be higher than a page"
+    assert height == pytest.approx(300 * (6.75 * (4 * 25 - 1) / (4 * 17 - 1) + 0.2), abs=1)
 
 
 def test_the_range_of_a_map_is_relative_to_its_mean():

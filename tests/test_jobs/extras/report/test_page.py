@@ -286,14 +286,23 @@ def test_values_on_hover_equal_the_losses_in_metrics_jsonl(tmp_path, shards):
     ]
 
 
+@pytest.mark.filterwarnings("error")  # numbers are checked where they are read
 def test_hostile_numbers_and_names_do_not_break_a_page(restarted, tmp_path, shards):
     for loss in (float("nan"), float("inf"), 1e308, MARKUP, [1]):
         add(restarted, {"kind": "evaluate", "step": 28, "accuracy": loss, "judged": 3, "held_out": {"loss": loss}})
         text = write_report([restarted.parent], tmp_path / "page.html", with_replay=False).read_text()
         assert "<h3>Wall time" in text
         assert MARKUP not in text
+    for value in ("nan", "inf", "1e+308"):
+        assert f"step 28: evaluation: accuracy is {value}, expected 0 to 1" in text
     usage = restarted / "attempts" / "attempt-000001" / "rank-00000.usage.json"
-    for content in ("{torn", '{"rank": 0, "cores": ["x"]}', f'{{"rank": "{MARKUP}", "cores": [1]}}', "[]"):
+    for content in (
+        "{torn",
+        '{"rank": 0, "cores": ["x"]}',
+        '{"rank": 0, "cores": [1e308]}',
+        f'{{"rank": "{MARKUP}", "cores": [1]}}',
+        "[]",
+    ):
         usage.write_text(content)
         text = write_report([restarted.parent], tmp_path / "page.html", with_replay=False).read_text()
         assert MARKUP not in text
@@ -552,7 +561,7 @@ def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
     assert shown.row("optim.lr=0.01") == ["optim.lr=0.01", "91.23%", "90.12% to 92.34%", "± 0.45%", "3"]
     assert shown.row("optim.lr=0.3")[1] == "diverged"
     assert "Chosen: optim.lr=0.01" in shown.text
-    assert 'aria-label="grid: accuracy, 95 %"' in text
+    assert 'aria-label="grid: accuracy, 95 % intervals"' in text
     assert 'aria-label="training loss of the runs"' in text
     assert shown.row("test", "top-1")[2:] == ["87.65%", "85.00% to 90.00%", "1,234"]
     assert "Confusion matrix of held-out" in shown.text

@@ -20,7 +20,7 @@ def test_the_papers_points_are_drawn_in_a_separate_panel(tmp_path) -> None:
     figure = study_figure(record, {})
     assert [axes.get_xscale() for axes in figure.axes] == ["log", "log"]
     assert figure.texts[-1].get_text() == "commit abc"
-    write_study_chart(record, tmp_path)
+    write_study_chart(record, tmp_path / "figure")
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
