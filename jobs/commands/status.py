@@ -124,7 +124,8 @@ def stage_status(folder: Path, address: str, *, has_ended: bool) -> dict[str, An
         return stage
 
     # 2. An unfinished stage: its newest report has the progress.
-    stage["damage"] = damage = []
+    damage: list[str] = []
+    stage["damage"] = damage
     records = read_metrics(folder, None, damage)
     stage["time_s"] = asdict(account(records))
     stage["notices"] = current_notices(records)

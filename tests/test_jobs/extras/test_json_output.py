@@ -11,7 +11,6 @@ import pytest
 from data.errors import ConfigError, Preempted
 from jobs.__main__ import main
 from jobs.extras.json_output import error_document, plain
-from jobs.terminal import typed_recipe
 from tests.support.documents import document_of
 
 pytestmark = pytest.mark.quick
@@ -98,7 +97,6 @@ def test_documents_have_only_json_values() -> None:
     ],
 )
 def test_steps_come_from_the_lines_of_a_message(typed: str, message: str, steps: list[tuple[str, str]]) -> None:
-    typed_recipe.clear()  # other tests in this process have typed recipes
     document = error_document(ConfigError(message), message, typed.split())
     found = [(step["do"], step.get("command", "").removeprefix("python -m jobs ")) for step in document["next"]]
     assert found == steps
