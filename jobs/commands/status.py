@@ -124,10 +124,9 @@ def stage_status(folder: Path, address: str, *, has_ended: bool) -> dict[str, An
         return stage
 
     # 2. An unfinished stage: its newest report has the progress.
-    stage["damage"] = damage = []
+    damage: list[str] = []
     records = read_metrics(folder, None, damage)
-    stage["time_s"] = asdict(account(records))
-    stage["notices"] = current_notices(records)
+    stage |= {"time_s": asdict(account(records)), "damage": damage, "notices": current_notices(records)}
     last = last_metrics(folder)
     if last is None:
         return stage

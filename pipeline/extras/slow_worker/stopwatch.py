@@ -129,8 +129,8 @@ class Stopwatch:
     def step(self) -> StepTimes:
         """Return the seconds of the finished step; begin the next step."""
         device = (0.0, 0.0) if self.events is None else device_seconds(self.events)
-        of_phases = [tuple(seconds.values()) for seconds in (self.wall, self.ran, self.ready)]
-        times = StepTimes(*of_phases, self.gc, device)
+        wall, ran, ready = (tuple(seconds.values()) for seconds in (self.wall, self.ran, self.ready))
+        times = StepTimes(wall, ran, ready, self.gc, device)
         self.clear()
         return times
 
