@@ -125,10 +125,8 @@ def stage_status(folder: Path, address: str, *, has_ended: bool) -> dict[str, An
 
     # 2. An unfinished stage: its newest report has the progress.
     damage: list[str] = []
-    stage["damage"] = damage
     records = read_metrics(folder, None, damage)
-    stage["time_s"] = asdict(account(records))
-    stage["notices"] = current_notices(records)
+    stage |= {"time_s": asdict(account(records)), "damage": damage, "notices": current_notices(records)}
     last = last_metrics(folder)
     if last is None:
         return stage
