@@ -84,7 +84,10 @@ def test_document_with_any_changed_bit_is_rejected(tmp_path):
     entries = json.loads(whole)
     del entries["sha256"]
     entry = entries["pairs"][0]
-    for wrong in ({"schema": 9}, {"pairs": [{"train": "x"}]}, {"pairs": [{**entry, "test_set": 3}]}):
+    path.write_text(seal({**entries, "schema": 9}))
+    with pytest.raises(DataError, match="written by a newer Patchline: it has schema 9"):
+        read_leaks(path)
+    for wrong in ({"pairs": [{"train": "x"}]}, {"pairs": [{**entry, "test_set": 3}]}):
         path.write_text(seal({**entries, **wrong}))
         with pytest.raises(DataError, match="jobs leaks"):
             read_leaks(path)
