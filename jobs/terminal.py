@@ -313,7 +313,8 @@ def as_typed(text: str) -> str:
     Overrides that the line itself sets after RECIPE are omitted.
     """
     if typed_recipe:
-        text = re.sub(r"\bRECIPE\b(.*)", lambda match: recipe_before(match[1]), text)
+        # A line may have several commands: what follows RECIPE ends at the next one.
+        text = re.sub(r"\bRECIPE\b((?:(?!\bRECIPE\b).)*)", lambda match: recipe_before(match[1]), text)
     return text.replace(f"{COMMAND} ", f"{program()} ")
 
 

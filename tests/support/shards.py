@@ -65,8 +65,12 @@ def write_set(
     name: str = "train",
     shard_samples: int = 10_000,
     names: tuple[str, ...] = (),
+    classes: int = 0,
 ) -> Index:
-    """Write a data set of tars with at most `shard_samples` samples each; return its index."""
+    """Write a data set of tars with at most `shard_samples` samples each; return its index.
+
+    It has at least `classes` classes; those without a sample are the last ones.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     remaining = iter(pictures)
     shards = []
@@ -75,7 +79,7 @@ def write_set(
         shards.append(write_shard(group, folder, f"{name}-{len(shards):06d}.tar"))
         for picture in group:
             counts.update(picture.labels or ())
-    class_counts = [counts[label] for label in range(max(counts, default=-1) + 1)]
+    class_counts = [counts[label] for label in range(max(classes, max(counts, default=-1) + 1))]
     return write_index(folder / f"{name}{SUFFIX}", folder, shards, class_counts, names)
 
 

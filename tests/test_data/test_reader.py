@@ -304,7 +304,10 @@ def test_index_of_another_schema_is_refused_with_the_command(made, tmp_path):
     content = json.loads(path.read_text())
     assert content["schema"] == 1
     path.write_text(json.dumps(content | {"schema": 2}))
-    with pytest.raises(DataError, match=r"has schema 2, expected 1; run `python -m jobs index` again"):
+    with pytest.raises(DataError, match=r"was written by a newer Patchline: it has schema 2, .* reads up to 1\n"):
+        load_index(path)
+    path.write_text(json.dumps(content | {"schema": 0}))
+    with pytest.raises(DataError, match=r"has schema 0, expected 1; run `python -m jobs index` again"):
         load_index(path)
 
 

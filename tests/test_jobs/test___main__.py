@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from data.errors import Preempted
+from data.files import import_path
 from jobs.__main__ import COMMANDS, main
 from jobs.terminal import typed_command
 
@@ -213,7 +214,7 @@ def test_closed_streams_are_opened_and_unknown_characters_replaced(tmp_path):
         "file = open('file', 'w'); print('lost', flush=True); print(file.fileno(), '×', file=sys.stderr)"
     )
     command = ["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-c", program]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    environment = {**os.environ, "PYTHONPATH": import_path(), "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, check=True)
     number, character = done.stderr.split()
     assert int(number) > 2

@@ -34,9 +34,12 @@ def test_current_activity_is_shown_and_a_quick_command_shows_nothing(monkeypatch
 def test_hint_omits_only_the_overrides_that_it_sets_after_the_recipe(monkeypatch):
     monkeypatch.setattr(terminal, "typed_recipe", ["my recipe.yaml", "pretrain.steps=7", "run=x"])
     text = (
-        "set pretrain.steps=9, or\n  python -m jobs run RECIPE pretrain.steps=14\n  python -m jobs run RECIPE --fresh"
+        "set pretrain.steps=9, or\n  python -m jobs run RECIPE pretrain.steps=14\n  python -m jobs run RECIPE --fresh\n"
+        "  python -m jobs run RECIPE --only a, then python -m jobs run RECIPE run=y"
     )
     assert terminal.as_typed(text).splitlines()[1:] == [
         "  python -m jobs run 'my recipe.yaml' run=x pretrain.steps=14",
         "  python -m jobs run 'my recipe.yaml' pretrain.steps=7 run=x --fresh",
+        "  python -m jobs run 'my recipe.yaml' pretrain.steps=7 run=x --only a, "
+        "then python -m jobs run 'my recipe.yaml' pretrain.steps=7 run=y",
     ]

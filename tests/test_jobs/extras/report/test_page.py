@@ -341,7 +341,7 @@ def test_the_table_of_twenty_runs_has_the_numbers_of_their_files(tmp_path, shard
     shown = Tables(text)
     for name, cells in expected.items():
         assert shown.row(name)[1:5] == cells, name
-    headers = re.findall(r'<input type="radio" name="sort-1" value="\d+"> ([^<]+)<', text)
+    headers = re.findall(r'<input type="radio" name="sort-1" value="\d+">&nbsp;([^<]+)<', text)
     assert headers == ["run", "optim.lr", "accuracy", "training loss", "samples seen", "time", "state", "code"]
     # The places of the rows in the column accuracy: the highest first; in the column of names, run-2 before run-10.
     places = re.findall(r"<tr style=\"--given: \d+; --r0: (\d+); --r1: \d+; --r2: (\d+)[^>]*>\s*<td>(run-\d+)", text)
