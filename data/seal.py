@@ -68,8 +68,13 @@ def unseal(text: bytes) -> dict[str, Any]:
     raise Unsealed("it is truncated or altered: it does not end with its sha256")
 
 
-def check_schema(path: str | os.PathLike[str], schema: int, known: int) -> None:
-    """Raise DataError if a file has a newer schema than this code knows: its entries may have other names."""
+def check_schema(path: str | os.PathLike[str], schema: object, known: int) -> None:
+    """Raise DataError if a file has a newer schema than this code knows, or none: its entries may have other names."""
+    if not isinstance(schema, int):
+        raise DataError(
+            f"{path} has schema {schema!r}, expected a whole number up to {known}\n"
+            "  restore the file from a copy, or delete it and repeat the command that wrote it"
+        )
     if schema > known:
         raise DataError(
             f"{path} was written by a newer Patchline: it has schema {schema}, but this checkout reads up to {known}\n"

@@ -67,3 +67,9 @@ def test_newer_schema_is_refused_and_an_older_one_is_left_to_the_reader():
     check_schema("runs/x/done.json", 1, 2)
     with pytest.raises(DataError, match=r"runs/x/done\.json was written by a newer Patchline: it has schema 3, .* 2\n"):
         check_schema("runs/x/done.json", 3, 2)
+
+
+@pytest.mark.parametrize("schema", [None, "1", 1.0, [1], {"a": 1}])
+def test_schema_that_is_no_whole_number_is_refused(schema):
+    with pytest.raises(DataError, match=r"x/done\.json has schema .*, expected a whole number up to 1\n  restore"):
+        check_schema("runs/x/done.json", schema, 1)

@@ -257,3 +257,6 @@ def test_record_of_a_newer_version_is_refused_with_what_to_update(tmp_path):
     (tmp_path / "done.json").write_text(seal({"schema": artifacts.SCHEMA + 1, "duration": 2.0}))
     with pytest.raises(DataError, match=r"done\.json was written by a newer Patchline.*\n.*\n  update this checkout"):
         artifacts.read_done(tmp_path)
+    (tmp_path / "done.json").write_text(seal({"schema": "1", "duration": 2.0}))
+    with pytest.raises(DataError, match=r"done\.json has schema '1', expected a whole number up to 1"):
+        artifacts.read_done(tmp_path)
