@@ -32,7 +32,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 
-import models
 from benchmarks.replay import MODEL, flip, task_of
 from data.extras.shards.packing import pack
 from data.extras.sources.samples import digits
@@ -40,7 +39,6 @@ from data.images.augment import AugmentConfig
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline import train
-from pipeline.architecture import model_config
 from pipeline.batches import OBJECTIVES
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
@@ -398,7 +396,6 @@ def price(folder: Path, steps: int, rounds: int, share: float, model: Mapping[st
             run = f"{number}-{audited}"
             cfg = replace(config_of(shards, steps, audited), model=dict(model))
             task = task_of(folder / run, shards, cfg)
-            task["job"]["model"] = models.to_dict(model_config(model))
             task["hooks"] = {HOOK: {}} if audited else NO_AUDIT
             spent: Any = run_worker_group(cpu_seconds, task, cluster=cluster, name=f"workers-{run}", directory=folder)
             print(f"health.audit {audited}: {spent:.2f} CPU-seconds for {steps} steps on 2 workers", flush=True)

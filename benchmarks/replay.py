@@ -68,7 +68,7 @@ def task_of(folder: Path, shards: Path, cfg: TrainConfig, until: int | None = No
         attempt=1,
         key="0" * 64,
         code=code_version(),
-        model=models.to_dict(model_config(MODEL)),
+        model=models.to_dict(model_config(cfg.model)),
         train=[str(shards)],
         until=until,
     )

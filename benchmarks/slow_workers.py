@@ -28,7 +28,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,15 +36,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import models
+from benchmarks import replay
 from data.decoder import Decoder
 from data.extras.shards.packing import pack
 from data.extras.sources.samples import digits
 from data.images.augment import AugmentConfig
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from pipeline import config, train
-from pipeline.architecture import model_config
+from pipeline import train
 from pipeline.extras.slow_worker import stopwatch
 from pipeline.extras.slow_worker.comparison import (
     CAUSES,
@@ -59,12 +57,10 @@ from pipeline.extras.slow_worker.comparison import (
     slow_workers,
 )
 from pipeline.extras.slow_worker.hook import SlowWorkerConfig
-from pipeline.identity import code_version
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.monitoring.watchdog import read_phase
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import DataConfig
-from pipeline.worker import Job
 
 WORLDS = (2, 4, 8, 64, 512)
 FACTORS = (1.1, 1.15, 1.25, 1.5, 2.0)
@@ -317,7 +313,6 @@ HOOK = "pipeline.extras.slow_worker.hook:SlowWorkers"
 MODEL = {"name": "mu/8", "image_size": 16, "classes": 10, "width": 64, "depth": 6, "mlp": 256, "heads": 4}
 BEGIN = 100  # steps before a worker becomes slow
 AFTER = 110  # steps after that
-STAGE = "pretrain-00000000"
 PLANTED = "planted.txt"  # file with the seconds by which the slow worker's steps are longer
 # Stops a process for a part of each period, until it ends.
 STOPS = """
@@ -362,19 +357,7 @@ def task_of(folder: Path, shards: Path, steps: int) -> dict[str, Any]:
         log_every=50,
         save_every=10**9,
     )
-    job = Job(
-        run=str(folder),
-        directory=str(folder / STAGE),
-        attempt=1,
-        key="0" * 64,
-        code=code_version(),
-        model=models.to_dict(model_config(MODEL)),
-        train=[str(shards)],
-    )
-    job.stop_file.parent.mkdir(parents=True, exist_ok=True)
-    (folder / "attempts").mkdir(parents=True, exist_ok=True)
-    (folder / "attempts" / "000001.json").touch()
-    return {"config": config.plain(cfg), "job": asdict(job), "hooks": {HOOK: {}}}
+    return replay.task_of(folder, shards, cfg) | {"hooks": {HOOK: {}}}
 
 
 def spin(seconds: float) -> None:
@@ -457,7 +440,7 @@ def collect_for(seconds: float) -> None:
 
 def records_of(folder: Path) -> list[Any]:
     """Return the records of slow workers of a run."""
-    return list(read_metrics(folder / STAGE, "slow", []))
+    return list(read_metrics(folder / replay.STAGE, "slow", []))
 
 
 def real_case(folder: Path, shards: Path, cause: str, factor: float, rank: int, *, realtime: bool = False) -> list[Any]:

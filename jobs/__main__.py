@@ -46,7 +46,7 @@ from data.checks import printable_lines
 from data.errors import ExitCode, UsageError, exit_code
 from jobs.answer import Answer, Document
 from jobs.commands.lazy_group import CommandTable, LazyGroup
-from jobs.terminal import activity, echo, handle_of, program, typed_recipe, unwritten, write_last
+from jobs.terminal import activity, echo, handle_of, program, typed_recipe, write_last, writing_stdout
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -311,14 +311,10 @@ def open_streams() -> None:
 def print_answer(answer: Answer) -> None:
     """Print the lines of an answer. Raises OutputError if stdout cannot be written."""
     lines = answer.lines()
-    try:
+    with writing_stdout():
         for line in lines:
             print(line) if answer.is_table else echo(line)
         sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise unwritten(error) from None
 
 
 def leave(code: int) -> NoReturn:

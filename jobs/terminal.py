@@ -27,7 +27,8 @@ import shutil
 import sys
 import textwrap
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -341,9 +342,19 @@ def echo(line: str) -> None:
         print(for_stream(text, sys.stdout), flush=True)
 
 
-def unwritten(error: OSError) -> OutputError:
-    """Return the error to raise if stdout cannot be written, for example because it is a file on a full disk."""
-    return OutputError(f"cannot write to stdout: {error.strerror or error}\n  redirect it to another disk: > FILE")
+@contextmanager
+def writing_stdout() -> Iterator[None]:
+    """Raise OutputError if stdout cannot be written in this block, for example because it is a file on a full disk.
+
+    A closed pipe stays a BrokenPipeError: nobody reads the output any more.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise OutputError(f"cannot write to stdout: {reason}\n  redirect it to another disk: > FILE") from None
 
 
 def write_last(text: str) -> None:

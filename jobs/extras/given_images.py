@@ -78,8 +78,9 @@ def given_images(
     sets: list[Path] = []
     others: list[Path] = []
     for path in map(Path, paths):
-        if indexes_at(path):
-            sets += indexes_at(path)
+        indexes = indexes_at(path)
+        if indexes:
+            sets += indexes
             continue
         below = files_below(path, Counter()) if path.is_dir() else [path]
         for file in below:

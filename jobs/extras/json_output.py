@@ -36,7 +36,7 @@ from typing import Any, TextIO
 from data.errors import ExitCode, exit_code
 from jobs.answer import Answer, Document, Step
 from jobs.extras.data_commands import similar_path
-from jobs.terminal import as_typed, handle_of, program, unwritten, write_last
+from jobs.terminal import as_typed, handle_of, program, write_last, writing_stdout
 
 GROUPS = ("checkpoints", "data")  # commands of two words
 SUGGESTED = re.compile(r"[Dd]id you mean ['\"]?([^\s'\"?]+)['\"]?(?: or [^?]*)?\?|Possible options: ([^\s,)]+)")
@@ -81,15 +81,10 @@ def print_document(
 
     `words` are the typed arguments. `explain` returns the error to report and its message.
     """
-    try:
-        with stdout_as_stderr() as stdout:
-            code, text = document_of(words, execute, explain)
-            stdout.write(f"{text}\n")
-            stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise unwritten(error) from None
+    with writing_stdout(), stdout_as_stderr() as stdout:
+        code, text = document_of(words, execute, explain)
+        stdout.write(f"{text}\n")
+        stdout.flush()
     return code
 
 

@@ -1,10 +1,9 @@
 """Explain mistyped overrides: an option instead of a key, or a stage that only overrides define.
 
-    run photos.yaml --batch-size 128                      write recipe keys without dashes: pretrain.batch_size=128
-
-plan vit_l16_i21k finetune.model.image_size=384       whose stages are pretrain, finetune-imagenet, …
-
-the recipe has no stage finetune, so finetune.model.image_size=384 would add one
+run photos.yaml --batch-size 128
+    write recipe keys without dashes: pretrain.batch_size=128
+plan vit_l16_i21k finetune.model.image_size=384       # its stages are pretrain, finetune-imagenet, …
+    the recipe has no stage finetune, so finetune.model.image_size=384 would add one
 """
 
 from collections.abc import Mapping, Sequence

@@ -491,12 +491,17 @@ def inspect_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
 
 def tables_in(folder: Path) -> list[Path]:
     """Return the tables of paths in a folder, such as the metadata.csv or metadata.jsonl of Hugging Face's folders."""
-    return list(filter(is_table, sorted([*folder.glob("[!.]*.csv"), *folder.glob("[!.]*.jsonl")])))
+    return list(filter(is_table, sorted(possible_tables(folder))))
+
+
+def possible_tables(folder: Path) -> set[Path]:
+    """Return the CSV and .jsonl files in a folder, whatever their columns are."""
+    return {*folder.glob("[!.]*.csv"), *folder.glob("[!.]*.jsonl")}
 
 
 def unused_tables(folder: Path, used: Sequence[str | None]) -> str:
     """Return a note on the CSV and .jsonl files of a folder that are not among the used paths and patterns, or ""."""
-    tables = {*folder.glob("[!.]*.csv"), *folder.glob("[!.]*.jsonl")}
+    tables = possible_tables(folder)
     for place in filter(None, used):
         tables.difference_update([Path(place)], matching(place))
     if not tables:

@@ -89,7 +89,7 @@ def change_of(stage: Stage, name: str, record: Mapping[str, Any], available: Ava
     if cfg.source not in ("folder", "table"):
         files = files_in(cfg)
         # Data sets packed by earlier versions have no digest.
-        if record.get("source_digest", digest_of_files(files)) == digest_of_files(files):
+        if record.get("source_digest") in (None, digest_of_files(files)):
             return ""
         newer = [os.path.basename(path) for path in sorted(files) if os.stat(path).st_mtime > packed_at]
         hint = f", newer than {name}: {few([printable(file) for file in newer], MAX_NAMES)}" if newer else ""

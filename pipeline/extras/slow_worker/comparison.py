@@ -74,15 +74,19 @@ def slow_workers(seconds: Seconds) -> list[SlowWorker]:
     if len(seconds) < 2:
         return []
     steady, bursts = are_slow(seconds)  # (W, causes), (W,)
+    ranks = np.flatnonzero(steady.any(-1) | bursts).tolist()
+    if not ranks:
+        return []
+    # The first half may contain steps before a worker became slow.
+    recent = without_rare_steps(seconds)[:, -HALF:]
+    all_excesses = excesses(recent)  # (W, S, causes)
     slow = []
-    for rank in np.flatnonzero(steady.any(-1) | bursts).tolist():
-        # The first half may contain steps before the worker became slow.
-        recent = without_rare_steps(seconds)[:, -HALF:]
+    for rank in ranks:
         location = np.median(recent, 1) if steady[rank].any() else recent.mean(1)  # (W, causes)
         others = np.delete(location, rank, 0)
         others[:, LINK] = 0.0
         usual = np.median(others, 0)
-        excess = excesses(recent)[rank]  # (S, causes)
+        excess = all_excesses[rank]  # (S, causes)
         if steady[rank].any():
             # Other causes may differ more, but by chance.
             cause = int(np.where(steady[rank], np.median(excess, 0), -np.inf).argmax())

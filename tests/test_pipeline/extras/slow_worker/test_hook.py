@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import slow_workers as bench
+from benchmarks.replay import STAGE
 from data.extras.shards.packing import pack
 from data.extras.sources.samples import digits
 from pipeline.extras.slow_worker.comparison import PART, WINDOW, SlowWorker
@@ -147,7 +148,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def found(folder: Path, shards: Path, cause: str, factor: float) -> set[tuple[int, str]]:
     records = bench.real_case(folder, shards, cause, factor, rank=1)
-    log = (folder / bench.STAGE / "log.txt").read_text()
+    log = (folder / STAGE / "log.txt").read_text()
     late = [record for record in records if record["step"] > bench.BEGIN and record["factor"] > 1]
     for record in late:
         print(record)
