@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 import models
 from data.loader import Batch, Wait
@@ -52,6 +52,7 @@ from pipeline.batches import OBJECTIVES
 from pipeline.config import build as build_config
 from pipeline.engine.deepspeed import import_deepspeed, one_order_of_layers
 from pipeline.engine.engine import Engine
+from pipeline.extras.plan.fake_results import FakeResults
 from pipeline.extras.plan.memory_traces import Kind, Moment
 from pipeline.start import Worker, build_engine
 from pipeline.training_config import Phase, TrainConfig
@@ -67,12 +68,6 @@ PHASES = {
     "backward": Kind.GRADIENTS,
     "recompute": Kind.ACTIVATIONS,  # during the backward pass
     "update": Kind.GRADIENTS,
-}
-# Slow operations without data whose results never share memory with their arguments.
-WITHOUT_VIEWS = {
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.native_layer_norm.default,
-    torch.ops.aten.native_layer_norm_backward.default,
 }
 Event = tuple[str, Kind, int]  # (phase, purpose of the memory, change in bytes)
 
@@ -116,6 +111,9 @@ def main() -> None:
     # Load the modules that torch imports at the first fake operation.
     with FakeTensorMode():
         F.layer_norm(torch.empty(2, 8), [8])
+    # Collections during a trace need not look at what exists now: all of it stays.
+    gc.collect()
+    gc.freeze()
     # Each line is written only after the answer to the last one, so nothing is left in a buffer.
     while select.select([sys.stdin], [], [], IDLE_S)[0] and (line := sys.stdin.readline()):
         tracing = os.fork()
@@ -294,7 +292,7 @@ class LiveBytes(TorchDispatchMode):
         self.over_gloo = over_gloo
         self.events: list[Event] = []
         self._phase = "build"
-        self._stand_ins: dict[tuple[Any, ...], Tensor] = {}
+        self._results = FakeResults()
         self._living: dict[int, tuple[weakref.ref[Any], Kind, int]] = {}  # by the address of the storage
 
     def enter(self, phase: str) -> None:
@@ -337,9 +335,7 @@ class LiveBytes(TorchDispatchMode):
             for tensor in copied_by_gloo(name, arguments):
                 buffers.append(torch.empty_like(tensor))
                 self._track(buffers[-1])
-        if function in WITHOUT_VIEWS:
-            arguments = tree_map(self._at_start, arguments)
-        result = function(*arguments, **(options or {}))
+        result = self._results.of(function, arguments, options or {})
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._track(leaf)
@@ -354,21 +350,6 @@ class LiveBytes(TorchDispatchMode):
                     self._living[address] = (reference, Kind.GATHERED, size)
                     self.events += [(self._phase, before, -size), (self._phase, Kind.GATHERED, size)]
         return result
-
-    def _at_start(self, value: Any) -> Any:
-        """Return a stand-in for a fake tensor: with the same shape, but at the beginning of its storage.
-
-        DeepSpeed's weights are parts of one storage. FakeTensorMode caches the results of operations by the offsets of
-        their arguments too, and would compute each result once per block.
-        """
-        if not isinstance(value, FakeTensor) or value.storage_offset() == 0:
-            return value
-        key = (value.shape, value.stride(), value.dtype, value.fake_device)
-        if key not in self._stand_ins:
-            self._stand_ins[key] = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=value.fake_device
-            )
-        return self._stand_ins[key]
 
     def _mse_loss(self, predictions: Tensor, answers: Tensor, reduction: int = 1) -> Tensor:
         """Replacement for torch's kernel (Loss.cpp), with the same shapes and memory but without meaningful values.
