@@ -20,6 +20,12 @@ Output = Annotated[
 ]
 Top = Annotated[int, typer.Option(min=1, help="Number of classes per image, the most probable first.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the CSV file and the page if they exist.")]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WEIGHTS", help="Other weights, B: also test which of both is better on these labelled images."
+    ),
+]
 Batch = Annotated[int, typer.Option(min=1, help="Images per forward pass.")]
 
 
@@ -28,12 +34,14 @@ def predict(
     images: Images,
     output: Output = "predictions.csv",
     top: Top = 5,
+    against: Against = None,
     batch: Batch = 64,
     force: Force = False,
     _debug: Debug = False,
 ) -> Answer:
     """Predict the classes of images, and write labels and scores to a CSV file and an HTML page."""
     weights = find_weights(weights)
+    other = None if against is None else find_weights(against)
     table = Path(output)
     if table.suffix != ".csv":
         raise UsageError(f"--output {output} does not end in .csv\n  pass --output {table.with_suffix('.csv')}")
@@ -46,7 +54,11 @@ def predict(
     # Check before importing torch, so that a path without images is reported at once.
     images = list(map(find_set, images))
     check_images(images)
+    if other is not None:
+        from jobs.extras.predict.against import check_labels
+
+        check_labels(images)
     wait_without_spinning()
     from jobs.extras.predict.predict import predict
 
-    return Answer(predict(weights, images, table, top, batch), report_lines)
+    return Answer(predict(weights, images, table, top, batch, other), report_lines)
