@@ -236,8 +236,8 @@ def milliseconds(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a count with its noun: "1 node", "3 nodes", "2 stretches"."""
+    """Format a count with its noun: "1 node", "3 nodes", "2 stretches", "5 classes"."""
     if number == 1:
         return f"1 {noun}"
-    ending = "es" if noun.endswith("ch") else "s"
+    ending = "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{number} {noun}{ending}"

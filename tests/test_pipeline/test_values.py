@@ -93,7 +93,13 @@ def test_amounts_are_short(value, text):
 
 @pytest.mark.parametrize(
     ("number", "noun", "text"),
-    [(1, "node", "1 node"), (3, "node", "3 nodes"), (2, "stretch", "2 stretches"), (0, "GPU", "0 GPUs")],
+    [
+        (1, "node", "1 node"),
+        (3, "node", "3 nodes"),
+        (2, "stretch", "2 stretches"),
+        (5, "class", "5 classes"),
+        (0, "GPU", "0 GPUs"),
+    ],
 )
 def test_count_has_the_plural_of_its_noun(number, noun, text):
     assert counted(number, noun) == text

@@ -171,10 +171,11 @@ def conclusion(outcomes: PairedOutcomes, is_same: bool) -> str:
     if discordant == 0:
         return "no difference: A and B are right for the same images"
     ahead, behind = ("A", "B") if outcomes.only_a > outcomes.only_b else ("B", "A")
-    most = counted(max(outcomes.only_a, outcomes.only_b), "image")
+    most = max(outcomes.only_a, outcomes.only_b)
     verdict = f"{outcomes.better} is better" if outcomes.better else "the difference is within chance"
-    text = f"{verdict}: {ahead} alone is right for {most}, {behind} alone for "
-    text += f"{min(outcomes.only_a, outcomes.only_b):,}; "
+    noun = "image" if most == 1 else "images"
+    text = f"{verdict}: {ahead} alone is right for {most:,} {noun}, "
+    text += f"{behind} alone for {discordant - most:,}; "
     if discordant < FEWEST_DISCORDANT:
         return f"{text}fewer than {FEWEST_DISCORDANT} such images can never show which model is better"
     probability = "below 0.0001" if outcomes.p_value < 1e-4 else f"{outcomes.p_value:.2g}"
@@ -191,7 +192,7 @@ def comparison_lines(comparison: dict[str, Any]) -> list[str]:
         model = comparison[name]
         lines.append(
             f"{name.upper()}  {model['weights']}: right for {model['right']:,} of "
-            f"{counted(comparison['images'], 'image')} ({model['accuracy']:.2%}, 95% interval {model['low']:.2%} to "
+            f"{comparison['images']:,} images ({model['accuracy']:.2%}, 95% interval {model['low']:.2%} to "
             f"{model['high']:.2%})"
         )
     lines.append(

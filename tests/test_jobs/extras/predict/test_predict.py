@@ -15,6 +15,8 @@ from data.extras.sources.samples import digits
 from jobs.__main__ import main
 from jobs.extras.predict.predict import most_probable
 from tests.support.photos import make_photos
+from tests.support.shards import digits as written_digits
+from tests.support.shards import write_set
 
 NAMES = ("ant", "bee", "cat", "dog", "eel")
 
@@ -147,3 +149,24 @@ def test_other_files_are_counted(tmp_path, weights, capsys):
     assert main(["predict", weights, str(photos), "--output", str(tmp_path / "new.csv")]) == 0
     assert f"skipped 1 file of other types, for example {photos / 'notes.txt'}" in capsys.readouterr().out
     assert "true_label" not in (tmp_path / "new.csv").read_text()
+
+
+def test_weights_without_class_names_are_numbered_like_the_set(tmp_path, capsys):
+    """Before, their labels were ids, which equalled no name of the set: all predictions counted as wrong."""
+    torch.manual_seed(0)
+    model = models.build("mu/8", 16, 10)
+    with torch.no_grad():
+        model.head.weight.normal_()
+    models.save(model, tmp_path / "ids")
+    fruits = tuple(f"fruit {number}" for number in range(10))
+    pictures = list(written_digits(False, image_size=16))[:40]
+    write_set(pictures, tmp_path / "named", name="test", names=fruits)
+    write_set(pictures, tmp_path / "unnamed", name="test")
+    lines = []
+    for place in ("named", "unnamed"):
+        output = str(tmp_path / f"{place}.csv")
+        assert main(["predict", str(tmp_path / "ids"), str(tmp_path / place), "--output", output]) == 0
+        lines.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("right: ")])
+    assert lines[0] == lines[1] != ["right: 0 of 40 labelled images (0.0%)"]
+    labels = [row["label"] for row in csv.DictReader((tmp_path / "named.csv").open(newline=""))]
+    assert set(labels) <= set(fruits)
