@@ -1,9 +1,9 @@
 """Compares the predictions of two weights, A and B, for `patchline predict A SET --against B`.
 
-    A  runs/small/pretrain: right for 101 of 150 images (67.33%, 95% interval 59.48% to 74.31%)
-    B  runs/large/pretrain: right for 107 of 150 images (71.33%, 95% interval 63.63% to 77.96%)
+    A  runs/small/pretrain: right for 101 of 150 images (67.33%, 95% interval 59.48% to 74.32%)
+    B  runs/large/pretrain: right for 107 of 150 images (71.33%, 95% interval 63.64% to 77.97%)
     both right 95, only A 6, only B 12, neither 37
-    B − A  +4.00 points, 95% interval -1.72 to +9.91
+    B − A  +4.00 points, 95% interval -1.69 to +10.11 points, computed from the same images
     the difference is within chance: B alone is right for 12 images, A alone for 6; …
 
 1. Refuse images without labels before the weights are loaded.
@@ -146,6 +146,8 @@ def compared(outcomes: PairedOutcomes, weights: tuple[str, str], is_same: bool) 
         value, low, high = outcomes.accuracy(right)
         models[name] = {"weights": path, "right": right, "accuracy": value, "low": low, "high": high}
     low, high = outcomes.interval
+    if is_same:
+        low, high = 0.0, 0.0
     return {
         **models,
         "images": outcomes.images,
@@ -199,10 +201,13 @@ def comparison_lines(comparison: dict[str, Any]) -> list[str]:
         f"both right {comparison['both']:,}, only A {comparison['only_a']:,}, only B {comparison['only_b']:,}, "
         f"neither {comparison['neither']:,}"
     )
-    low, high = comparison["low"], comparison["high"]
-    lines.append(
-        f"B − A  {100 * comparison['difference']:+.2f} points, 95% interval {100 * low:+.2f} to {100 * high:+.2f} "
-        "points, computed from the same images"
-    )
+    if not comparison["same_weights"]:
+        low, high = comparison["low"], comparison["high"]
+        lines.append(
+            f"B − A  {100 * comparison['difference']:+.2f} points, 95% interval {100 * low:+.2f} to "
+            f"{100 * high:+.2f} points, computed from the same images"
+        )
     lines.append(comparison["conclusion"])
+    if comparison["better"]:
+        lines.append("this is about these weights: with another seed, both recipes would give other weights")
     return lines

@@ -215,6 +215,7 @@ def predict(
         rows=shown[:MAX_THUMBNAILS],
         total=len(shown),
         comparison=None if comparison is None else comparison_lines(comparison),
+        conclusion=None if comparison is None else comparison["conclusion"],
     )
 
     lines = []
