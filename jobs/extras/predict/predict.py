@@ -97,10 +97,16 @@ class Predictor:
         return ClassList(self.weights, self.model.config.classes, self.names)
 
     def classify(self, pixels: Sequence[np.ndarray], top: int) -> list[tuple[tuple[str, ...], tuple[float, ...]]]:
-        """Return the labels and scores of the `top` most probable classes for each image (h, w, 3)."""
+        """Return the labels and scores of the `top` most probable classes for each image (h, w, 3).
+
+        Raises DataError if a logit is not finite.
+        """
         if not pixels:
             return []
-        logits = logits_of(self.model, np.stack(pixels), self.device)
+        try:
+            logits = logits_of(self.model, np.stack(pixels), self.device)
+        except DataError as error:
+            raise DataError(f"{self.weights}: {error}") from None
         return list(most_probable(logits, self.names, top, self.is_sigmoid))
 
 

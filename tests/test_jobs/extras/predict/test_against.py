@@ -205,3 +205,10 @@ def test_the_other_weights_are_named_if_they_cannot_be_loaded(here, capsys):
     models.save(models.build("mu/8", 16, 0), here / "headless")
     assert main(["predict", "a", "set", "--against", "headless"]) == 64
     assert "headless has no classification head" in capsys.readouterr().err
+    diverged = models.load(make_weights("diverged"))
+    with torch.no_grad():
+        diverged.head.weight.fill_(3e38)
+    models.save(diverged, here / "huge", class_names=DIGIT_NAMES)
+    assert main(["predict", "a", "set", "--against", "huge"]) == 65
+    assert "huge: the model's outputs contain NaN or infinity" in capsys.readouterr().err
+    assert not Path("predictions.csv").exists()
