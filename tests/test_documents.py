@@ -35,6 +35,12 @@ def test_there_is_no_schema_without_a_command() -> None:
     assert {path.name for path in SCHEMAS.iterdir()} == names
 
 
+@pytest.mark.quick
+def test_run_and_status_describe_stages_alike() -> None:
+    run, status = (json.loads((SCHEMAS / name).read_text()) for name in ("run.1.json", "status.1.json"))
+    assert run["properties"]["stages"] == status["properties"]["stages"]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     """A folder with the recipe of a small run, made by a separate process, and the document that it printed."""
