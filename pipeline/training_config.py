@@ -21,6 +21,7 @@ from data.remote.config import CacheConfig
 from models import ModelConfig
 from pipeline.config import Tags, require, tags
 from pipeline.optimization import Loss, OptimConfig
+from pipeline.values import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -251,7 +252,16 @@ class TrainConfig(SavingConfig, EngineConfig):
             "objective=masked does not use labels; remove mixup, label_smoothing and data.evaluate, and evaluate the "
             "features with probe.train and probe.test",
         )
-        require((self.steps is None) != (self.passes is None), "set either steps or passes")
+        sets_both = self.steps is not None and self.passes is not None
+        require(
+            not sets_both,
+            f"both steps={self.steps} and passes={shown(self.passes)} are set, expected one of them\n"
+            "  to train this number of steps, set passes=null; otherwise, set steps=null",
+        )
+        require(
+            self.steps is not None or self.passes is not None,
+            "neither steps nor passes is set, expected one of them\n  set, for example, passes=10",
+        )
         more_than_0(self, "steps passes")
         at_least(self, 1, "batch_size micro_batch log_every max_skipped")
         require(

@@ -174,7 +174,7 @@ KEYS = """
 78 pretrain.steps=-5                => steps is -5, expected more than 0
 78 pretrain.steps=10,000            => set pretrain.steps=10000
 78 pretrain.steps=3                 => 5 warm-up steps exceed|warmup_steps=0
-78 pretrain.passes=3                => set either steps or passes
+78 pretrain.passes=3                => both steps=|set passes=null
 78 pretrain.optim.lr=0,001          => expected a number|set pretrain.optim.lr=0.001
 78 pretrain.optim.lr=fast           => pretrain.optim.lr is fast, expected a number
 78 pretrain.optim.lr=-1             => optim.lr is -1.0, expected more than 0

@@ -42,7 +42,8 @@ MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"t
         ({"data": {"mixture": {"a": {"train": "y", "weight": 0}}}}, "weight is 0.0, expected more than 0"),
         ({"zero": 4, "steps": 1}, "zero is 4, expected ZeRO stage 0, 1, 2 or 3"),
         ({"zero": 0, "steps": 1}, "use zero=1 or precision=fp32"),
-        ({"steps": 1, "passes": 1.0}, "set either steps or passes"),
+        ({"steps": 1, "passes": 0.5}, "both steps=1 and passes=0.5 are set, expected one.*\n.*set passes=null"),
+        ({}, "neither steps nor passes is set"),
         ({"steps": 0}, "steps is 0, expected more than 0"),
         ({"steps": 1, "exact_parts": 6}, r"exact_parts is 6, expected 0 \(off\), 1, 2, 4, 8"),
         (
