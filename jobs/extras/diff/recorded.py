@@ -25,7 +25,7 @@ EFFECTS = (
     (("seed",), Effect.ORDER),
     (("data.train", "data.mixture", "data.drop", "data.samples", "data.lanes", "data.shuffle_block"), Effect.ORDER),
     (("data.tail", "batch_size"), Effect.ORDER),
-    (("data.evaluate", "data.preprocess", "probe.", "polyak", "passes", "data.max_bad_fraction"), Effect.NONE),
+    (("data.evaluate", "data.preprocess", "probe.", "polyak", "data.max_bad_fraction"), Effect.NONE),
     (("data.augment", "data.max_labels", "data.decode", "model.", "init", "new_head", "objective"), Effect.FIRST),
     (("masked.", "loss", "label_smoothing", "mixup", "precision", "thinning."), Effect.FIRST),
 )

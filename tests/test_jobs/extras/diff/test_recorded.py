@@ -7,6 +7,7 @@ import pytest
 from jobs.extras.diff.facts import Effect
 from jobs.extras.diff.recorded import recorded_differences, recorded_facts
 from jobs.extras.history import StageHistory
+from pipeline.training_config import DataConfig, TrainConfig
 
 pytestmark = pytest.mark.quick
 
@@ -42,6 +43,18 @@ def test_a_fact_has_the_effect_of_its_key(name: str, effect: Effect, text: str) 
     fact = recorded_facts(history())[name]
     assert fact.effect is effect
     assert text in str(fact)
+
+
+def test_every_key_that_fixes_the_training_has_an_effect_on_it() -> None:
+    keys = [key for key, tag in TrainConfig.RESUME.items() if tag == "forbid" and key not in ("data", "model")]
+    keys += [f"data.{key}" for key, tag in DataConfig.RESUME.items() if tag == "forbid"]
+    assert {"passes", "steps", "data.lanes"} <= set(keys)
+    for key in keys:
+        stage = StageHistory(Path("/nowhere"), "pretrain", "x/pretrain")
+        section, _, name = key.rpartition(".")
+        stage.record = {"config": {section: {name: 1}} if section else {name: 1}, "forbid": {key: 1}}
+        # The averaged weights are only exported: the trained ones do not depend on them.
+        assert (recorded_facts(stage)[key].effect is Effect.NONE) == (key == "polyak"), key
 
 
 def test_equal_consecutive_attempts_count_as_one_value() -> None:
