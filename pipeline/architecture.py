@@ -52,7 +52,7 @@ def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -
         ) from None
     except ValueError as error:
         text = f"model: {error}"
-        if "name" not in values and source is not None:
+        if "has no field" in text and "name" not in values and source is not None:
             text += f"\n  the weights of init determine the model, which is a {source.label}"
         raise ConfigError(text) from None
     # A `model:` section is untyped, and YAML parses `nan` as a string, so no earlier check rejects it.

@@ -109,13 +109,17 @@ def how_to_download(path: str) -> str:
 
 
 def check_complete(file: Path) -> None:
-    """Raise DataError if a file of weights is truncated or in another format, without importing torch."""
+    """Raise DataError if a file of weights is truncated or in another format, without importing torch.
+
+    Raises OSError if the file cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     problem = ""
     if file.suffix == ".safetensors":
         try:
-            with safe_open(file, framework="numpy"):
+            # Open the file first, because safetensors reports a file that it may not read as missing.
+            with open(file, "rb"), safe_open(file, framework="numpy"):
                 pass
         except SafetensorError as error:
             problem = f" ({error})"
