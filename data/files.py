@@ -22,6 +22,7 @@ import secrets
 import shlex
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -444,8 +445,12 @@ def open_files_text(error: OSError) -> str:
     return f"the limit of this process is {limit}: ulimit -n"
 
 
-def explain(error: OSError) -> str:
-    """Describe an OSError in the format of all our errors: the problem, the expectation and the remedy."""
+def explain(error: OSError, elsewhere: str | None = ": run=/elsewhere") -> str:
+    """Describe an OSError in the format of all our errors: the problem, the expectation and the remedy.
+
+    `elsewhere` ends the advice to use another folder or disk: how to type it. None omits the advice.
+    """
+    advice = "" if elsewhere is None else f", or use another {{}}{elsewhere}"
     line = error_text(error)
     if error.errno in OUT_OF_HANDLES:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -458,20 +463,28 @@ def explain(error: OSError) -> str:
             f"  run {command}; then run the same command again"
         )
     if error.errno in NO_ROOM:
-        return f"{line}\n{room_remedy(error)}"
+        return f"{line}\n{room_remedy(error, advice.format('disk'))}"
     if error.errno == errno.EROFS and error.filename is not None:
         return (
             f"{line}\n"
             "  expected: a disk mounted read-write; after a disk error, Linux mounts it read-only\n"
-            f"  run findmnt -T {shlex.quote(str(existing_folder(Path(error.filename))))} to see the mount, or use "
-            "another disk: run=/elsewhere"
+            f"  run findmnt -T {shlex.quote(str(existing_folder(Path(error.filename))))} to see the mount"
+            f"{advice.format('disk')}"
         )
     if error.errno in NOT_OURS_TO_WRITE and error.filename is not None:
+        unreadable = unreadable_path(Path(error.filename)) if error.errno == errno.EACCES else None
+        if unreadable is not None:
+            kind = "folder" if os.path.isdir(unreadable) else "file"
+            return (
+                f"{line}\n"
+                f"  expected: a {kind} that this user may read\n"
+                f"  run ls -ld {shlex.quote(str(unreadable))} to see its owner and mode, and ask the owner for access"
+            )
         folder = shlex.quote(str(existing_folder(Path(error.filename))))
         return (
             f"{line}\n"
             "  expected: a folder that this user may write to\n"
-            f"  run ls -ld {folder} to see its owner and mode, or use another folder: run=/elsewhere"
+            f"  run ls -ld {folder} to see its owner and mode{advice.format('folder')}"
         )
     if error.errno in (errno.ENOENT, errno.ENOTDIR) and error.filename is not None:
         return f"{line}\n  expected an existing file or folder, or a path that can be created; check the path"
@@ -480,18 +493,18 @@ def explain(error: OSError) -> str:
     return line
 
 
-def room_remedy(error: OSError) -> str:
-    """Return two lines for an error in NO_ROOM: the expectation and the remedy."""
+def room_remedy(error: OSError, advice: str) -> str:
+    """Return two lines for an error in NO_ROOM: the expectation and the remedy; `advice` is to use another disk."""
     folder = shlex.quote(str(existing_folder(Path(error.filename or "."))))
-    again = "or use another disk: run=/elsewhere; then run the same command again"
+    again = f"{advice}; then run the same command again"
     if error.errno == errno.EDQUOT:
         return (
             "  expected: a quota with room for the files of a run, in bytes and in number\n"
-            f"  run quota -s to see this user's quota; delete files, have the quota raised, {again}"
+            f"  run quota -s to see this user's quota; delete files, or have the quota raised{again}"
         )
     if error.errno == errno.EFBIG:
         return (
-            f"  expected: no limit on the size of a file below that of a checkpoint\n  run ulimit -f unlimited, {again}"
+            f"  expected: no limit on the size of a file below that of a checkpoint\n  run ulimit -f unlimited{again}"
         )
     is_without_inodes = False
     with suppress(OSError):
@@ -499,20 +512,43 @@ def room_remedy(error: OSError) -> str:
     if is_without_inodes:
         return (
             "  expected: free inodes; deleting large files does not help, deleting many small ones does\n"
-            f"  run df -i {folder} to see them, {again}"
+            f"  run df -i {folder} to see them{again}"
         )
-    return (
-        "  expected: free space on that disk, and in the quota, for the files of a run\n"
-        "  free some space, or use another disk: run=/elsewhere; then run the same command again"
-    )
+    return f"  expected: free space on that disk, and in the quota, for the files of a run\n  free some space{again}"
 
 
 def existing_folder(path: Path) -> Path:
     """Return the nearest existing folder among the path itself and its parents."""
     folder = path.absolute()
-    while not folder.is_dir() and folder != folder.parent:
+    # `Path.is_dir` raises PermissionError if a parent may not be searched; `os.path.isdir` returns False.
+    while not os.path.isdir(folder) and folder != folder.parent:
         folder = folder.parent
     return folder
+
+
+def check_creatable(path: Path) -> None:
+    """Raise OSError, naming the path, if no file can be created in its folder or, if missing, in the nearest one above.
+
+    Called before long computations, so that their result is not lost at the end.
+    """
+    folder = existing_folder(path.parent)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def unreadable_path(path: Path) -> Path | None:
+    """Return what denies this user to read a path: the path itself or a folder above it; None if nothing does."""
+    path = path.absolute()
+    for folder in reversed(path.parents):
+        if os.path.isdir(folder) and not os.access(folder, os.X_OK):
+            return folder
+    if os.path.lexists(path) and not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
+        return path
+    return None
 
 
 def free_bytes(path: Path) -> int:

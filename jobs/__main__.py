@@ -62,6 +62,17 @@ JSON_OUTPUT = "jobs.extras.json_output:print_document"
 VERSION = "0.1.0"  # as in pyproject.toml
 HELP = {"-h", "--help"}
 STREAMS = {"logs", "run"}  # commands that stream worker or job output and show their own progress
+RUNS_RECIPES = ("run", "plan", "submit", "trial", "preflight")  # commands whose output goes to the recipe's run
+# Commands with an option --output, and an example of its value.
+OUTPUTS = {
+    "analyze": "pictures",
+    "leaks": "leaks",
+    "new": "photos.yaml",
+    "predict": "predictions.csv",
+    "report": "report.html",
+    "subset": "part",
+}
+WITHOUT_OUTPUT = ("status", "checkpoints", "stop", "list", "logs")  # commands that only read or change a run
 UNWRITTEN_CODE = 120  # Python's exit code if it cannot write the rest of its output
 SIGPIPE_CODE = 128 + signal.SIGPIPE  # the exit code that shells report for a program killed by a closed pipe
 # Names of the same commands in other programs, used to suggest ours after an unknown command.
@@ -428,7 +439,7 @@ def usage_message(error: TyperException, words: Sequence[str]) -> str:
     if words and words[0].endswith(".yaml"):
         message += f"\n  to run a recipe, run {program()} run {shlex.quote(words[0])}"
     option = getattr(error, "option_name", None)
-    if option and words[0] in ("run", "plan", "submit", "trial", "preflight"):
+    if option and words[0] in RUNS_RECIPES:
         message += "\n  write recipe keys without dashes"
         with suppress(ImportError):
             message += f": {resolve_name(KEY_MEANT)(option, words)}"
@@ -473,11 +484,20 @@ def explained(error: Exception, words: Sequence[str]) -> tuple[Exception, str]:
     if isinstance(error, OSError):
         from data.files import explain  # imports OpenSSL, which would slow down --help
 
-        return error, explain(error)
+        return error, explain(error, way_elsewhere(words))
     # A diverged run also exits with 70, but its error has the attribute `exit_code`. An error without it is a bug.
     if exit_code(error) == ExitCode.INTERNAL and not hasattr(error, "exit_code"):
         return error, f"{type(error).__name__}: {error}\n  this is a bug in Patchline; --debug prints the traceback"
     return error, str(error)
+
+
+def way_elsewhere(words: Sequence[str]) -> str | None:
+    """Return the end of "use another folder" for a command: how to set its output; None if it has no output."""
+    if words[0] in RUNS_RECIPES:
+        return ": run=/elsewhere"
+    if words[0] in OUTPUTS:
+        return f": --output /elsewhere/{OUTPUTS[words[0]]}"
+    return None if words[0] in WITHOUT_OUTPUT else ""
 
 
 def report(error: Exception, words: Sequence[str]) -> int:

@@ -21,6 +21,7 @@ from torch import Generator, Tensor, nn
 
 from models import initial, vit
 from models.configs import HALF, ImageSize, ModelConfig, ViTConfig, config_of
+from models.finite import MAX_NAMED, refuse_not_finite
 
 if TYPE_CHECKING:
     from models.resnet import BiT
@@ -38,7 +39,6 @@ MODULES = {  # family: module and class; a module is imported only when a model 
 
 Shape = tuple[int, ...]
 
-MAX_NAMED = 5  # maximum number of tensors that an error lists
 FLOPS_PER_MAC_TRAINED = 6  # a multiplication and an addition; one forward and two backward: the rule of table 6
 
 
@@ -220,14 +220,13 @@ def tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
 
 
 def check_weights(weights: dict[str, Tensor], config: ModelConfig) -> None:
-    """Raise ValueError listing all missing, unknown and wrongly shaped keys of `weights` for a model with `config`."""
+    """Raise ValueError if keys of `weights` are missing, unknown or wrongly shaped for a model with `config`."""
     expected = tensor_shapes(empty(config).named_parameters())
-    check_shapes(tensor_shapes(weights.items()), expected, config.family)
+    check_shapes(tensor_shapes(weights.items()), expected, config.label)
 
 
-def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: str) -> None:
-    """Raise ValueError listing all missing, unknown and wrongly shaped keys of `shapes`, compared with `expected`."""
-    # List all problems at once: fixing a file by hand should not take one run per key.
+def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], label: str) -> None:
+    """Raise ValueError if keys of `shapes` are missing, unknown or wrongly shaped, compared with `expected`."""
     wrong = []
     for name, shape in expected.items():
         if name not in shapes:
@@ -237,22 +236,48 @@ def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: s
             wrong.append(f"unknown {name} {shape_text(shape)}")
         elif shape != expected[name]:
             wrong.append(f"{name} is {shape_text(shape)}, expected {shape_text(expected[name])}")
-    if wrong:
-        raise ValueError(f"weights do not fit this {family} model because of {len(wrong)} keys: " + "; ".join(wrong))
+    if not wrong:
+        return
+    named = "; ".join(wrong[:MAX_NAMED])
+    if len(wrong) > MAX_NAMED:
+        named += f"; and {len(wrong) - MAX_NAMED:,} more"
+    text = f"weights do not fit this {label} because of {counted_keys(len(wrong))}: {named}"
+    actual, of_model = outline(shapes), outline(expected)
+    if actual != of_model:
+        text += f"\n  the weights are of {actual}, but expected {of_model}\n  use the model.json of these weights"
+    raise ValueError(text)
+
+
+def counted_keys(number: int) -> str:
+    """Return "1 key" or "3 keys"."""
+    return "1 key" if number == 1 else f"{number:,} keys"
+
+
+def outline(shapes: dict[str, Shape]) -> str:
+    """Describe the architecture that weights have by their names: "a ViT (depth 12, width 768, patch 16x16)"."""
+    # The names of a masked model's ViT have a prefix.
+    shapes = {name.removeprefix("vit."): shape for name, shape in shapes.items()}
+    parts = []
+    head = shapes.get("head.weight")
+    if len(shapes.get("embedding.weight", ())) == 4:
+        kind = "a hybrid" if any(name.startswith("stem.") for name in shapes) else "a ViT"
+        depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
+        width, *_, height, across = shapes["embedding.weight"]
+        parts = [f"depth {depth}", f"width {width}", f"patch {height}x{across}"]
+    elif len(shapes.get("conv_root.weight", ())) == 4:
+        kind = "a ResNet"
+        parts = [f"width {shapes['conv_root.weight'][0]}"]
+    else:
+        return "another kind of model"
+    if head:
+        parts.append(f"{head[0]:,} classes")
+    return f"{kind} ({', '.join(parts)})"
 
 
 def check_finite(weights: dict[str, Tensor]) -> None:
     """Raise ValueError listing the tensors with non-finite values, and the number of these values in each."""
-    wrong = []
+    counts = {}
     for name, tensor in weights.items():
         if not tensor.isfinite().all():
-            wrong.append(f"{name} ({int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values)")
-    if not wrong:
-        return
-    named = ", ".join(wrong[:MAX_NAMED])
-    if len(wrong) > MAX_NAMED:
-        named += f" and {len(wrong) - MAX_NAMED:,} more"
-    raise ValueError(
-        f"{len(wrong):,} of {len(weights):,} tensors contain NaN or infinity: {named}\n"
-        "  expected finite values only; copy or download the file again, or use the weights of an earlier step"
-    )
+            counts[name] = (int((~tensor.isfinite()).sum()), tensor.numel())
+    refuse_not_finite(counts, len(weights))

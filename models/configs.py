@@ -152,6 +152,7 @@ class ViTConfig:
     stem_epsilons: str = "original"  # added to variances in the stem: the original's, or those of timm
 
     family = "vit"
+    label = "ViT"  # in messages
     head_fields = ("classes", "pool", "representation")  # if one of these differs, the head is not transferred
     absent: ClassVar[Mapping[str, object]] = {}  # fields that this family lacks, with the value that a recipe may give
 
@@ -257,6 +258,7 @@ class AxialConfig(ViTConfig):
     pool: str = "gap"
 
     family = "axial"
+    label = "axial ViT"  # in messages
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -281,6 +283,7 @@ class MaskedConfig(ViTConfig):
     swapped: float = 0.1  # fraction of them replaced by another patch of the image; the rest stays unchanged
 
     family = "masked"
+    label = "masked ViT"  # in messages
 
     def __post_init__(self) -> None:
         # `config_of` passes a number of classes to every model; ignore it here instead of rejecting it.
@@ -348,6 +351,7 @@ class BiTConfig:
     head_bias: float = 0.0  # initial
 
     family = "bit"
+    label = "BiT ResNet"  # in messages
     head_fields = ("classes",)  # if one of these differs, the head is not transferred
     # Fields that a ResNet lacks. A recipe for weights of any family may set them to these values.
     absent: ClassVar[Mapping[str, object]] = {"representation": None, "dropout": 0.0, "drop_path": 0.0}
@@ -450,7 +454,7 @@ def checked(kind: type[Config], values: Mapping[str, object]) -> Config:
         if name not in known and name in kind.absent and value == kind.absent[name]:
             continue
         if name not in known:
-            raise ValueError(f"a {kind.family} model has no field {name!r}{did_you_mean(name, known)}")
+            raise ValueError(f"a model of kind {kind.label} has no field {name!r}{did_you_mean(name, known)}")
         if types[name] == "float" and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ValueError(f"{name} must be a number, found {value}")
         if types[name] == "bool" and not isinstance(value, bool):
@@ -492,7 +496,7 @@ def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
     # A difference without an effect on shapes, such as heads or epsilons, would load without an error and change the
     # computation. Therefore reject all differences outside FREE.
     if source.family != target.family:
-        raise ValueError(f"weights of a {source.family} model cannot be transferred to a {target.family} model")
+        raise ValueError(f"weights of kind {source.label} cannot be transferred to a model of kind {target.label}")
     differences = []
     for field in fields(source):
         old_value = getattr(source, field.name)

@@ -40,12 +40,21 @@ def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -
             classes = options.pop("classes")
             model = models.config_of(name, image_size, classes, **options)
     except KeyError as error:
+        if source is not None:
+            raise ConfigError(
+                f"model.{error.args[0]} is missing: model.name is {shown(values['name'])}, so the keys of the weights "
+                f"of init ({source.label}) are not used\n"
+                "  remove model.name, because the weights of init determine the model"
+            ) from None
         raise ConfigError(
             f"model.{error.args[0]} is missing: without init, a model needs name, image_size and classes\n"
             "  for example model={name: S/16, image_size: 224, classes: 10}"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"model: {error}") from None
+        text = f"model: {error}"
+        if "has no field" in text and "name" not in values and source is not None:
+            text += f"\n  the weights of init determine the model, which is a {source.label}"
+        raise ConfigError(text) from None
     # A `model:` section is untyped, and YAML parses `nan` as a string, so no earlier check rejects it.
     for part in fields(model):
         if isinstance(part.default, float):

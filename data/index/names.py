@@ -26,6 +26,7 @@ NO_NAME = "label is a text that no class list has"  # reason for skipping a samp
 NO_TEXT = "label is not text"
 ONE_HOT = "label is a one-hot vector, not class ids"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+NUMBER = re.compile(r"(?<!\w)[-+]?[0-9]*\.?[0-9]+(?!\w)")  # also a negative one, or one with a fraction
 INTEGRAL = re.compile(r"[0-9]+\.0+")  # a float with an integral value: 3.0
 MAX_CLASSES = 1_000_000  # larger ids count as mistakes (JFT-300M has 18,291 classes)
 
@@ -147,7 +148,8 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
         parts = values if is_json else [text]
         texts = [value for value in parts if is_name(value)]
         are_names = 0 < len(texts) == len(parts)
-        raise NoLabel(f"{text[:40]!r} contains no class ids", texts, are_names)
+        expected = ", which are whole numbers from 0" if NUMBER.search(text) else ""
+        raise NoLabel(f"{text[:40]!r} contains no class ids{expected}", texts, are_names)
     # Three ids or more out of 0 and 1 repeat one: no list of classes does, but a one-hot or multi-hot vector.
     if len(labels) > 2 and set(labels) <= {0, 1}:
         raise NoLabel(

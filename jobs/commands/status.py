@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.checks import few
 from data.errors import CheckpointError, DataError, UsageError
-from data.files import MANIFEST, write_atomically
+from data.files import MANIFEST, error_text, write_atomically
 from data.optional import load_optional
 from data.storage import Folder, Storage
 from jobs.answer import Answer, Document, Step
@@ -103,7 +103,7 @@ def stage_status(folder: Path, address: str, *, has_ended: bool) -> dict[str, An
         "folder": address,
         "state": "unfinished" if has_ended else "running",
     }
-    with suppress(DataError):  # `read_outcome` reports damage
+    with suppress(DataError, PermissionError):  # `read_outcome` reports both
         # The values that a sweep has chosen for the stage.
         chosen = artifacts.read_record(folder / "stage.json").get("chosen", {})
         if chosen:
@@ -112,6 +112,8 @@ def stage_status(folder: Path, address: str, *, has_ended: bool) -> dict[str, An
         outcome = read_outcome(folder)
     except DataError as error:
         return stage | {"state": "unreadable", "problem": str(error).splitlines()[0]}
+    except PermissionError as error:
+        return stage | {"state": "unreadable", "problem": error_text(error)}
     # 1. A finished stage.
     if outcome is not None:
         stage |= {"state": "done", "seconds": outcome.seconds, "summary": outcome.summary, "metrics": outcome.metrics}

@@ -13,6 +13,7 @@ from jobs.extras.checkpoint_names import names_checkpoint
 from jobs.extras.data_commands import near_path
 from jobs.named_stages import USE_EXPORTED, find_set, find_stage
 from jobs.stage_folders import CHECKPOINTS, stage_at
+from models.finite import check_finite_file
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.values import counted
@@ -47,7 +48,10 @@ def find_weights(path: str) -> str:
 
 
 def check_weights_exist(path: str) -> None:
-    """Raise DataError if there are no weights at a path; as in big_vision, `file.npz:img` selects a part of a file."""
+    """Raise DataError if there are no weights at a path, or if they are damaged or contain NaN or infinity.
+
+    As in big_vision, `file.npz:img` selects a part of a file.
+    """
     if not Path(path).exists() and not Path(path.rpartition(":")[0] or path).exists():
         raise DataError(
             f"no file or folder at {path}{near_path(path)}{same_named(path)}\n"
@@ -80,6 +84,11 @@ def check_weights_exist(path: str) -> None:
         )
     for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
         check_complete(file)
+        if file.suffix == ".safetensors":
+            try:
+                check_finite_file(file)
+            except ValueError as error:
+                raise DataError(f"cannot load {path}: {error}") from None
 
 
 def how_to_download(path: str) -> str:
@@ -100,13 +109,17 @@ def how_to_download(path: str) -> str:
 
 
 def check_complete(file: Path) -> None:
-    """Raise DataError if a file of weights is truncated or in another format, without importing torch."""
+    """Raise DataError if a file of weights is truncated or in another format, without importing torch.
+
+    Raises OSError if the file cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     problem = ""
     if file.suffix == ".safetensors":
         try:
-            with safe_open(file, framework="numpy"):
+            # Open the file first, because safetensors reports a file that it may not read as missing.
+            with open(file, "rb"), safe_open(file, framework="numpy"):
                 pass
         except SafetensorError as error:
             problem = f" ({error})"

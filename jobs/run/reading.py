@@ -10,7 +10,9 @@
 Nothing here imports torch.
 """
 
+import errno
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -86,12 +88,17 @@ def read_command(run: Path, storage: Storage, log: Callable[[str], None], period
 def stage_folders(path: Path) -> tuple[Path, list[Path]]:
     """Return the run directory, and its stage folders ordered by the stages' first start.
 
-    If `path` is a stage's folder, the list has only that folder. The list is empty if there is no run.
+    If `path` is a stage's folder, the list has only that folder. The list is empty if there is no run. Folders that
+    this user may not read come last. Raises PermissionError if `path` itself may not be read.
     """
     if (path / "stage.json").exists():
         return path.parent, [path]
+    # `glob` yields nothing for a folder that may not be listed, and skips folders that may not be searched.
+    if os.path.isdir(path) and not os.access(path, os.R_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     folders = [record.parent for record in path.glob("*/stage.json")]
-    return path, sorted(folders, key=started_s)
+    closed = [folder for folder in path.glob("*-????????/") if not os.access(folder, os.X_OK)]
+    return path, sorted(folders, key=started_s) + sorted(set(closed) - set(folders))
 
 
 # ------------------------------------------------------------------------ a stage

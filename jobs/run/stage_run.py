@@ -21,6 +21,7 @@ from typing import Any
 
 from data.errors import ConfigError, Diverged
 from jobs.cluster.failure import StageFailed
+from jobs.ownership import clock
 from jobs.recipe import class_names
 from jobs.recipe.records import changed_warnings, environment, stage_record
 from jobs.recipe.validate import refuse, validate
@@ -39,7 +40,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     Raises ConfigError if a parent stage has not run or, unless `fresh`, if this stage is unfinished with a different
     config.
     """
-    began = time.time()
+    began, began_at = time.time(), clock()
     stage = context.stage
     directory = context.directory
     # 1 and 2. These checks write nothing, so a refused start leaves the run unchanged.
@@ -72,9 +73,9 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     # Digests of weights come from the worker that wrote them and read them back.
     other_files = [name for name in artifacts.OUTPUT_FILES if name not in files]
     files = {**files, **artifacts.digests(directory, other_files)}
-    finished = time.time()
-    seconds = round(earlier_s + finished - began, 1)
-    done = {"key": stage.key, "seconds": seconds, "finished": finished, **outcome, "files": files}
+    # `time.time()` may have jumped meanwhile, for example when the network set this machine's clock.
+    seconds = round(earlier_s + clock() - began_at, 1)
+    done = {"key": stage.key, "seconds": seconds, "finished": time.time(), **outcome, "files": files}
     artifacts.write_record(directory / artifacts.DONE, done)
     return done
 

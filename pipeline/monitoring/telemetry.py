@@ -363,11 +363,11 @@ def read_metrics(directory: Path, kind: str | None = "train", damage: list[str] 
         damage.append(message)
     records: list[Record] = []
     with open(path, "rb") as file:
-        lines = lines_of(file)
+        lines = (line for number, line in enumerate(lines_of(file), 1) if number not in problems)
         # The kind is the first field, so records of other kinds need not be parsed.
         if kind is not None:
             beginning = KIND + json.dumps(kind).encode()
-            lines = (line for line in lines_of(file) if line.startswith(beginning) or not line.startswith(KIND))
+            lines = (line for line in lines if line.startswith(beginning) or not line.startswith(KIND))
         for record in records_in(lines, path):
             if kind is None or record["kind"] == kind:
                 records.append(record)

@@ -28,6 +28,7 @@ from data.storage import Folder
 from jobs.ownership import Lease, claim_attempt
 from models.weights.files import write_tensors
 from tests.support import hosts
+from tests.support.permissions import without_privileges
 
 pytestmark = pytest.mark.quick
 
@@ -532,3 +533,47 @@ def test_error_without_a_home_folder_says_to_set_one(monkeypatch):
         [sys.executable, "-c", program.format("print(files.state_folder())")], capture_output=True, text=True
     )
     assert done.stdout == "/caches/patchline\n"
+
+
+OPEN = """
+import sys
+from pathlib import Path
+from data import files
+try:
+    open(sys.argv[1], sys.argv[2]).close()
+    raise SystemExit("opened")
+except OSError as error:
+    print(files.explain(error, sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "mode", "expected", "denying", "elsewhere"),
+    [
+        ("closed/run/stage/done.json", "r", "a folder that this user may read", "closed", False),
+        ("closed/new", "w", "a folder that this user may read", "closed", False),
+        ("open/secret", "r", "a file that this user may read", "open/secret", False),
+        ("fixed/new", "w", "a folder that this user may write to", "fixed", True),
+    ],
+)
+def test_missing_permission_names_what_denies_it(tmp_path, path, mode, expected, denying, elsewhere):
+    (tmp_path / "closed" / "run" / "stage").mkdir(parents=True)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open" / "secret").touch()
+    (tmp_path / "fixed").mkdir()
+    for name, bits in (("closed", 0), ("open/secret", 0), ("fixed", 0o555)):
+        (tmp_path / name).chmod(bits)
+    command = [sys.executable, "-c", OPEN, str(tmp_path / path), mode, ": --output /elsewhere/x"]
+    done = subprocess.run(without_privileges(command), capture_output=True, text=True, cwd=files.ROOT)
+    (tmp_path / "closed").chmod(0o755)
+    assert done.stderr == ""
+    assert f"expected: {expected}\n" in done.stdout
+    assert f"run ls -ld {tmp_path / denying} to see" in done.stdout
+    assert (": --output /elsewhere/x" in done.stdout) == elsewhere
+
+
+def test_a_file_that_cannot_be_created_is_reported_before_the_work(tmp_path):
+    files.check_creatable(tmp_path / "new" / "table.csv")
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(OSError, match=r"'/proc/none/table\.csv'"):
+        files.check_creatable(Path("/proc/none/table.csv"))

@@ -1,6 +1,7 @@
 """Errors of the command line, and exit codes after interrupts and unexpected errors."""
 
 import contextlib
+import errno
 import importlib.metadata
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 
 from data.errors import Preempted
 from data.files import import_path
-from jobs.__main__ import COMMANDS, main
+from jobs.__main__ import COMMANDS, OUTPUTS, explained, main
 from jobs.terminal import typed_command
 
 pytestmark = pytest.mark.quick
@@ -220,3 +221,25 @@ def test_closed_streams_are_opened_and_unknown_characters_replaced(tmp_path):
     assert int(number) > 2
     assert character == "?"
     assert (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [
+        (["run", "x.yaml"], "use another disk: run=/elsewhere"),
+        (["report", "runs/x"], "use another disk: --output /elsewhere/report.html"),
+        (["predict", "runs/x/train", "photos"], "use another disk: --output /elsewhere/predictions.csv"),
+        (["export", "runs/x/train", "out"], "use another disk"),
+        (["checkpoints", "prune", "runs/x"], "to see the mount"),
+    ],
+)
+def test_a_read_only_disk_suggests_what_the_command_understands(words, typed, tmp_path):
+    error = OSError(errno.EROFS, "Read-only file system", str(tmp_path / "report.html"))
+    _, text = explained(error, words)
+    assert text.endswith(typed)
+
+
+@pytest.mark.parametrize("command", OUTPUTS)
+def test_commands_with_a_suggested_output_have_the_option(command, capsys):
+    main([command, "--help"])
+    assert "--output" in capsys.readouterr().out

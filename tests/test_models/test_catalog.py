@@ -104,3 +104,31 @@ def test_bf16_images_on_a_cpu_are_contiguous_after_normalisation() -> None:
     images = catalog.normalise(decoded.permute(0, 3, 1, 2), config, torch.bfloat16, torch.device("cpu"))
     assert images.is_contiguous()
     assert images[1, 2, 3, 0].item() == pytest.approx(decoded[1, 3, 0, 2].item() / 127.5 - 1, abs=2**-8)
+
+
+SMALL = {"width": 32, "depth": 2, "mlp": 64, "heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "outline"),
+    [
+        ("mu/4", SMALL, "a ViT (depth 2, width 32, patch 4x4, 3 classes)"),
+        ("mu/8", {**SMALL, "depth": 4}, "a ViT (depth 4, width 32, patch 8x8, 3 classes)"),
+        ("R50+mu/16", {**SMALL, "stem": (1, 1, 1)}, "a hybrid (depth 2, width 32, patch 1x1, 3 classes)"),
+        ("BiT-R50x1", {"units": (1, 1), "width": 32}, "a ResNet (width 32, 3 classes)"),
+        ("Masked-mu/8", SMALL, "a ViT (depth 2, width 32, patch 8x8)"),
+    ],
+)
+def test_weights_of_another_model_are_described_in_few_words(name, fields, outline):
+    shapes = [
+        catalog.tensor_shapes(catalog.empty(config).named_parameters())
+        for config in (
+            configs.config_of(name, 32, classes=0 if name.startswith("Masked") else 3, **fields),
+            configs.config_of("mu/8", 32, classes=3, **SMALL),
+        )
+    ]
+    with pytest.raises(ValueError, match="weights do not fit this ViT") as error:
+        catalog.check_shapes(*shapes, "ViT")
+    text = str(error.value)
+    assert f"the weights are of {outline}, but expected a ViT (depth 2, width 32, patch 8x8, 3 classes)" in text
+    assert len(text) < 700

@@ -70,6 +70,10 @@ def test_section_without_a_name_changes_the_model_of_init() -> None:
     assert model_config({"image_size": 64}, described) == models.config_of("mu/8", 64, 10)
     with pytest.raises(ConfigError, match=r"model\.classes is missing: without init, a model needs"):
         model_config({"name": "mu/8", "image_size": 32})
+    with pytest.raises(ConfigError, match=r"name is BiT-R50x1, so .* init \(ViT\) are not used\n  remove model\.name"):
+        model_config({"name": "BiT-R50x1"}, described)
+    with pytest.raises(ConfigError, match=r"no field 'units'.*\n  the weights of init determine the model, .* a ViT"):
+        model_config({"units": [1, 1]}, described)
 
 
 def test_classification_starts_from_the_vit_inside_a_masked_model() -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from data.errors import UsageError
+from data.files import check_creatable
 from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug
 from jobs.extras.given_images import check_images, wait_without_spinning
@@ -51,7 +52,9 @@ def predict(
             f"{' and '.join(existing)} already exist{'s' if len(existing) == 1 else ''}; nothing was written\n"
             "  add --force to replace the predictions, or pass --output OTHER.csv"
         )
-    # Check before importing torch, so that a path without images is reported at once.
+    # Check before importing torch, so that a path without images, or a folder that cannot be written, is reported at
+    # once.
+    check_creatable(table)
     images = list(map(find_set, images))
     check_images(images)
     if other is not None:

@@ -61,13 +61,13 @@ class Layout:
 
 
 def read(stored: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
-    """Return our state dict from stored tensors; raises ValueError listing every key that does not fit."""
+    """Return our state dict from stored tensors; raises ValueError naming keys that do not fit."""
     # Take the expected parameters from a module on the meta device: a separate table could drift from the code.
     parameters: dict[str, Tensor] = dict(catalog.empty(config).named_parameters())
     expected = {key: squeezed(tensor) for key, tensor in write(parameters, config, layout).items()}
     shapes = {key: squeezed(tensor) for key, tensor in stored.items()}
     # Reject unknown keys, because ignoring the weights of an unsupported layer would silently change the model.
-    check_shapes(shapes, expected, config.family)
+    check_shapes(shapes, expected, config.label)
 
     state: dict[str, Tensor] = {}
     for name, parameter in parameters.items():

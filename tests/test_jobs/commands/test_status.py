@@ -2,16 +2,21 @@
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from data.errors import UsageError
+from data.files import ROOT
 from data.storage import Folder
 from jobs.commands.status import run_or_stage, status_lines, status_of
 from jobs.ownership import Lease
 from jobs.run.log import write_status
+from pipeline import artifacts
 from pipeline.monitoring.telemetry import Telemetry
+from tests.support.permissions import without_privileges
 from tests.test_pipeline.monitoring.test_telemetry import REPORT
 
 pytestmark = pytest.mark.quick
@@ -93,3 +98,26 @@ def test_a_stage_name_selects_its_newest_folder(tmp_path):
         (folder / "stage.json").write_text('{"resumed": ' + key[0] + "}")
     assert run_or_stage(str(tmp_path / "run")) == tmp_path / "run"
     assert run_or_stage(str(tmp_path / "run" / "pretrain")).parent == tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("closed", "bits", "code", "text"),
+    [
+        (".", 0, 74, "expected: a folder that this user may read"),
+        (".", 0o311, 74, "expected: a folder that this user may read"),
+        ("train-1a2b3c4d", 0, 0, "train-1a2b3c4d           UNREADABLE: Permission denied"),
+        ("train-1a2b3c4d/done.json", 0, 0, "train-1a2b3c4d           UNREADABLE: Permission denied"),
+    ],
+)
+def test_what_may_not_be_read_is_reported_and_not_omitted(tmp_path, closed, bits, code, text):
+    stage = tmp_path / "run" / "train-1a2b3c4d"
+    stage.mkdir(parents=True)
+    artifacts.write_record(stage / "stage.json", {"started": 1.0})
+    artifacts.write_record(stage / "done.json", {"seconds": 1.0, "files": {}})
+    (tmp_path / "run" / closed).chmod(bits)
+    command = [sys.executable, "-m", "jobs", "status", str(tmp_path / "run")]
+    done = subprocess.run(without_privileges(command), capture_output=True, text=True, cwd=ROOT)
+    (tmp_path / "run" / closed).chmod(0o755)
+    assert done.returncode == code, done.stderr
+    assert text in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

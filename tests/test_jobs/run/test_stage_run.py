@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -179,3 +180,15 @@ def test_the_time_of_earlier_commands_is_in_the_stage_s_seconds(tmp_path) -> Non
     (context.directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     seconds = run_stage(context, fresh=False)["seconds"]
     assert 100.0 <= seconds < 130.0, "100 s of the first command, plus this one"
+
+
+@pytest.mark.parametrize("jump_s", [-7200, 7200])
+def test_a_jump_of_the_clock_is_no_part_of_a_stages_time(tmp_path, monkeypatch, jump_s) -> None:
+    class Jump(Numbers):
+        def run(self, cfg: NumbersConfig, context: Context) -> Mapping[str, Any]:
+            now = time.time()
+            monkeypatch.setattr(time, "time", lambda: now + jump_s)
+            return super().run(cfg, context)
+
+    done = run_stage(context_of(tmp_path, stage_of("first", Jump())), fresh=False)
+    assert 0 <= done["seconds"] < 60

@@ -224,6 +224,16 @@ def test_damage_is_refused_or_collected_and_the_printed_command_removes_it(tmp_p
     assert len(read_metrics(tmp_path, None)) == 5
 
 
+@pytest.mark.parametrize("line", ["{}", '{"kind": "train", "step": 9}', "[1]", '"text"'])
+def test_a_damaged_line_is_skipped_also_if_it_is_valid_json(tmp_path: Path, line: str):
+    lines = write_records(tmp_path)
+    text = "\n".join([*map(bytes.decode, lines[:3]), line, *map(bytes.decode, lines[3:])])
+    (tmp_path / "metrics.jsonl").write_text(text + "\n")
+    damage: list[str] = []
+    assert len(read_metrics(tmp_path, None, damage)) == len(lines)
+    assert "line 4: its digest is missing" in damage[0]
+
+
 @pytest.mark.parametrize("cut", [1, 2, 10, 11, 20, 30, 200])
 def test_line_cut_off_by_a_killed_writer_is_skipped_before_and_after_the_next_attempt(tmp_path: Path, cut: int):
     lines = write_records(tmp_path)
