@@ -90,6 +90,7 @@ TRAINING_EXTRAS = (
     "jobs.extras.async_evaluation.extra:AsyncEvaluationExtra",
     "jobs.extras.best:Best",
     "jobs.extras.engine_check:EngineCheckExtra",
+    "jobs.extras.finite_weights:FiniteWeights",
     "jobs.extras.live_audit:LiveAuditExtra",
     "jobs.extras.planning.memory_check:MemoryCheck",
     "jobs.extras.reevaluation:Reevaluation",
@@ -482,7 +483,7 @@ def explained(error: Exception, words: Sequence[str]) -> tuple[Exception, str]:
     if isinstance(error, ImportError):
         error = missing_extra(error)
     if isinstance(error, OSError):
-        from data.files import explain  # imports OpenSSL, which would slow down --help
+        from jobs.os_errors import explain  # imports OpenSSL, which would slow down --help
 
         return error, explain(error, way_elsewhere(words))
     # A diverged run also exits with 70, but its error has the attribute `exit_code`. An error without it is a bug.

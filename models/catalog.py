@@ -20,8 +20,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from models import initial, vit
+from models.checks import MAX_NAMED, refuse_not_finite
 from models.configs import HALF, ImageSize, ModelConfig, ViTConfig, config_of
-from models.finite import MAX_NAMED, refuse_not_finite
 
 if TYPE_CHECKING:
     from models.resnet import BiT
@@ -241,16 +241,11 @@ def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], label: st
     named = "; ".join(wrong[:MAX_NAMED])
     if len(wrong) > MAX_NAMED:
         named += f"; and {len(wrong) - MAX_NAMED:,} more"
-    text = f"weights do not fit this {label} because of {counted_keys(len(wrong))}: {named}"
+    text = f"weights do not fit this {label} (wrong keys: {len(wrong):,}): {named}"
     actual, of_model = outline(shapes), outline(expected)
     if actual != of_model:
         text += f"\n  the weights are of {actual}, but expected {of_model}\n  use the model.json of these weights"
     raise ValueError(text)
-
-
-def counted_keys(number: int) -> str:
-    """Return "1 key" or "3 keys"."""
-    return "1 key" if number == 1 else f"{number:,} keys"
 
 
 def outline(shapes: dict[str, Shape]) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any, TypeGuard
+
+MAX_NAMED = 5  # maximum number of tensors that an error lists
 
 
 def pair(name: str, value: object) -> tuple[int, int]:
@@ -68,3 +70,17 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean {' or '.join(map(repr, by_lower_case[close[0]]))}?"
     return f"; known: {', '.join(names)}"
+
+
+def refuse_not_finite(counts: Mapping[str, tuple[int, int]], tensors: int) -> None:
+    """Raise ValueError if a tensor has non-finite values; `counts` has their number and the number of all values."""
+    if not counts:
+        return
+    wrong = [f"{name} ({bad:,} of {values:,} values)" for name, (bad, values) in counts.items()]
+    named = ", ".join(wrong[:MAX_NAMED])
+    if len(wrong) > MAX_NAMED:
+        named += f" and {len(wrong) - MAX_NAMED:,} more"
+    raise ValueError(
+        f"{len(wrong):,} of {tensors:,} tensors contain NaN or infinity: {named}\n"
+        "  expected finite values only; copy or download the file again, or use the weights of an earlier step"
+    )

@@ -23,7 +23,6 @@ from data.errors import CheckpointError, DataError
 from data.files import path_in_errors, write_atomically
 from data.seal import Unsealed, check_schema, seal, unseal
 from data.storage import Storage
-from models.finite import check_finite_file
 from models.weights.folder import CLASSES, CONFIG, PREPROCESSING, WEIGHTS
 from pipeline.checkpoints.manifest import FileRecord
 
@@ -203,7 +202,7 @@ def check_weights(folder: Path, log: Callable[[str], None]) -> CheckedWeights:
     """Verify weights.safetensors and model.json against their recorded digests, reading each file once.
 
     Logs a line if no digests are recorded or if the verification took long. Raises DataError if a file is missing or
-    altered or if a weight is NaN or infinite, or OSError if a file cannot be read.
+    altered, or OSError if it cannot be read.
     """
     began = time.monotonic()
     covering = digest_record(folder)
@@ -235,11 +234,6 @@ def check_weights(folder: Path, log: Callable[[str], None]) -> CheckedWeights:
             )
         weights = digest_of(folder / WEIGHTS)
         log(f"unverified: {folder} has no recorded digests, so changes to its weights cannot be detected")
-    # Here, because loading the weights needs torch, whose import takes longer than this check.
-    try:
-        check_finite_file(folder / WEIGHTS)
-    except ValueError as error:
-        raise DataError(f"cannot load {folder}: {error}") from None
     log_if_slow(began, weights["bytes"], folder, log)
     return CheckedWeights(weights["sha256"], is_verified)
 

@@ -13,7 +13,7 @@ from jobs.extras.checkpoint_names import names_checkpoint
 from jobs.extras.data_commands import near_path
 from jobs.named_stages import USE_EXPORTED, find_set, find_stage
 from jobs.stage_folders import CHECKPOINTS, stage_at
-from models.finite import check_finite_file
+from models.extras.finite import check_finite_file
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.values import counted

@@ -18,7 +18,7 @@ from typing import Any
 
 from data.checks import printable_lines
 from data.errors import ExitCode, exit_code
-from data.files import explain, write_with_reserve
+from data.files import error_text, write_with_reserve
 from jobs.ownership import Lease
 from jobs.resolved_recipe import Campaign, Context, Stage
 from jobs.run.reading import StatusMessage, outcome_of, size_of
@@ -179,7 +179,7 @@ def status_file(run: Path, command: str, keep: Callable[[str], None], lease: Lea
         keep(f"{time.strftime(CLOCK)} done")
         write_status(run, ExitCode.DONE, "done", command)
         return
-    text = explain(failure) if isinstance(failure, OSError) else str(failure)
+    text = error_text(failure) if isinstance(failure, OSError) else str(failure)
     message = text.strip() or type(failure).__name__
     keep(f"{time.strftime(CLOCK)} ended with exit code {exit_code(failure)}: {message}")
     with suppress(OSError):  # if the disk is full, report the original error instead

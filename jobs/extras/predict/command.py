@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 
 from data.errors import UsageError
-from data.files import check_creatable
 from jobs.answer import Answer, report_lines
 from jobs.commands.arguments import Debug
 from jobs.extras.given_images import check_images, wait_without_spinning
 from jobs.extras.named_weights import AnyWeights, find_weights
 from jobs.named_stages import find_set
+from jobs.os_errors import check_creatable
 
 Images = Annotated[
     list[str], typer.Argument(help="Image files, folders of images, tar shards, or data sets (RUN/STAGE/SET).")

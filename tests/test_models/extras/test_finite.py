@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from models.catalog import check_finite
-from models.finite import check_finite_file
+from models.extras.finite import check_finite_file
 
 pytestmark = pytest.mark.quick
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-MAX_NAMED = 5  # maximum number of tensors that an error lists
+from models.checks import refuse_not_finite
+
 CHUNK = 1 << 20  # values checked at a time, so that they stay in the processor's cache
 # dtype of a tensor → unsigned integer of its size, and the bits of its exponent: if all are set, the value is not
 # finite. numpy has no bfloat16, so the bits are compared instead of the values.
@@ -61,17 +62,3 @@ def not_finite(path: Path, dtype: str, offset: int, size: int) -> tuple[int, int
     for begin in range(0, values, CHUNK):
         bad += int(np.count_nonzero((bits[begin : begin + CHUNK] & mask) == mask))
     return bad, values
-
-
-def refuse_not_finite(counts: Mapping[str, tuple[int, int]], tensors: int) -> None:
-    """Raise ValueError if a tensor has non-finite values; `counts` has their number and the number of all values."""
-    if not counts:
-        return
-    wrong = [f"{name} ({bad:,} of {values:,} values)" for name, (bad, values) in counts.items()]
-    named = ", ".join(wrong[:MAX_NAMED])
-    if len(wrong) > MAX_NAMED:
-        named += f" and {len(wrong) - MAX_NAMED:,} more"
-    raise ValueError(
-        f"{len(wrong):,} of {tensors:,} tensors contain NaN or infinity: {named}\n"
-        "  expected finite values only; copy or download the file again, or use the weights of an earlier step"
-    )
