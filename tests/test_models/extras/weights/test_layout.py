@@ -22,7 +22,7 @@ def test_error_lists_every_key_that_does_not_fit(tmp_path):
     with pytest.raises(ValueError) as refused:
         models.load(tmp_path / "bad.npz")
     for part in (
-        "3 keys",
+        "wrong keys: 3",
         "missing Transformer/encoder_norm/bias 32",
         "unknown extra/kernel 2x3",
         "head/kernel is 5x32, expected 32x5",
@@ -47,12 +47,12 @@ def test_given_settings_must_match_the_file(told, message, tmp_path):
 @pytest.mark.parametrize(
     ("format", "extra", "described", "message"),
     [
-        ("timm", {"fc_norm.weight": torch.ones(32)}, {}, "1 key: unknown fc_norm.weight 32"),
+        ("timm", {"fc_norm.weight": torch.ones(32)}, {}, r"wrong keys: 1\): unknown fc_norm.weight 32"),
         ("timm", {"blocks.0.ls1.gamma": torch.ones(32)}, {}, "missing blocks.1.ls1.gamma 32; missing blocks.1.ls2"),
-        ("timm", {"norm_pre.weight": torch.ones(32)}, {}, "1 key: missing norm_pre.bias 32"),
+        ("timm", {"norm_pre.weight": torch.ones(32)}, {}, r"wrong keys: 1\): missing norm_pre.bias 32"),
         ("timm", {}, {"model_args": {"global_pool": "avgmax"}}, "uses avgmax pooling, which is not supported"),
         ("timm", {}, {"model_args": {"use_post_norm": True}}, "has use_post_norm"),
-        ("hf", {"vit.pooler.dense.bias": torch.ones(32)}, {}, "1 key: unknown vit.pooler.dense.bias 32"),
+        ("hf", {"vit.pooler.dense.bias": torch.ones(32)}, {}, r"wrong keys: 1\): unknown vit.pooler.dense.bias 32"),
         ("hf", {}, {"hidden_act": "relu"}, "hidden_act is 'relu', expected one of gelu"),
     ],
 )
