@@ -381,7 +381,8 @@ def train_slowly(task: dict[str, Any]) -> None:
     stops: list[subprocess.Popen[bytes]] = []
 
     def filling(self: Any, row: int, key: int, arrays: Any) -> Any:
-        if cause == "data":
+        # A sleep of 0 s takes 29 µs: 32 of them, 4 % of a step of 22 ms, were found before anything was planted.
+        if cause == "data" and excess[0]:
             time.sleep(excess[0] / task["config"]["micro_batch"])
         return fill(self, row, key, arrays)
 
