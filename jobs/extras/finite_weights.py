@@ -3,6 +3,7 @@
 Without this extra, they are refused by the worker that loads them: a second later, and after the images were packed.
 """
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,16 @@ class FiniteWeights(TrainingExtra):
         file = Path(available.campaign.path_of(init)) / WEIGHTS
         if file.is_file():
             try:
-                check_finite_file(file)
+                check_once(file, file.stat().st_mtime_ns)
             except ValueError as error:
                 raise DataError(f"{stage.name}: cannot load {init}: {error}") from None
         yield from ()
+
+
+@functools.cache
+def check_once(file: Path, modified_ns: int) -> None:
+    """Check a file once in this process, because many stages may start from it, and each is checked several times.
+
+    A file that was modified is checked again. Raises ValueError if a weight is NaN or infinite.
+    """
+    check_finite_file(file)
