@@ -1,13 +1,11 @@
 """A CPU that computes bf16 in software is reported, with the two times."""
 
-import platform
-from pathlib import Path
-
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.extras.engine_check import precision
-from pipeline.extras.engine_check.precision import slow_precision
+from pipeline.extras.engine_check.precision import seconds_of_product, slow_precision
 
 pytestmark = pytest.mark.quick
 
@@ -34,13 +32,21 @@ def test_fast_bf16_is_not_reported(monkeypatch) -> None:
     assert slow_precision("bf16", CPU) == ""
 
 
-def test_the_report_fits_the_instructions_of_this_cpu() -> None:
-    """Compared with the flags that Linux lists; CPUs with AVX512 but without its bf16 instructions are in between."""
-    described = Path("/proc/cpuinfo")
-    if platform.machine() != "x86_64" or not described.exists():
-        pytest.skip("needs /proc/cpuinfo of an x86-64 CPU")
-    flags = described.read_text().split()
-    has_instructions = "avx512_bf16" in flags or "amx_bf16" in flags
-    if "avx512f" in flags and not has_instructions:
-        pytest.skip("the CPU has AVX512 without bf16")
-    assert bool(slow_precision("bf16", CPU)) != has_instructions
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_timed_product_is_in_the_given_precision(dtype) -> None:
+    with Products() as products:
+        assert seconds_of_product(dtype) > 0
+    assert products.dtypes == [dtype] * precision.REPETITIONS
+
+
+class Products(TorchDispatchMode):
+    """Records the data type of each matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
