@@ -4,6 +4,10 @@ Identity is not among the sixteen operations. Each layer always applies one of t
 The original reimplements Pillow's operations in TensorFlow; it truncates smoothed and grey values, which Pillow rounds.
 Magnitude 0 is not a no-op: it posterises to one bit, solarises everything and removes nine tenths of the colour.
 
+The original shifts and cuts out by pixels, for any image size: at magnitude 10, a shift by 100 pixels leaves nothing of
+an image of 32. With `relative`, both are in proportion to the image, and equal to the original's at 224 pixels, where
+the shift is 0.45 of the image, as in timm.
+
     randaug(image, layers=2, magnitude=10, draws) draws an operation, such as ShearX, then its direction, and shears by
     0.3; then it draws the second operation, such as Color, and applies it at 1.9.
 """
@@ -15,6 +19,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from data.draws import Draws
 
+ORIGINAL_SIZE = 224  # height and width of the original's training images
 FILL = (128, 128, 128)  # colour of pixels from outside the image, and of the cut-out square
 OPERATIONS = (  # in the original's order, on which the random choice depends
     "AutoContrast",
@@ -36,18 +41,24 @@ OPERATIONS = (  # in the original's order, on which the random choice depends
 )
 
 
-def randaug(image: np.ndarray, layers: int, magnitude: float, draws: Draws) -> np.ndarray:
+def randaug(image: np.ndarray, layers: int, magnitude: float, draws: Draws, relative: bool = False) -> np.ndarray:
     """Apply `layers` random operations at `magnitude` (10 is the usual full strength); return (H, W, 3) uint8."""
+    scale = 1.0
+    if relative:
+        scale = min(image.shape[:2]) / ORIGINAL_SIZE
     # One random number selects the operation; its own numbers follow. The order of draws determines the result.
     picture = Image.fromarray(image)
     for _ in range(layers):
         operation = OPERATIONS[draws.below(len(OPERATIONS))]
-        picture = distort(operation, picture, magnitude / 10, draws)
+        picture = distort(operation, picture, magnitude / 10, draws, scale)
     return np.asarray(picture)
 
 
-def distort(operation: str, picture: Image.Image, level: float, draws: Draws) -> Image.Image:
-    """Apply one of OPERATIONS and return a new picture; `level` is magnitude / 10. Directions are drawn at random."""
+def distort(operation: str, picture: Image.Image, level: float, draws: Draws, scale: float = 1.0) -> Image.Image:
+    """Apply one of OPERATIONS and return a new picture; `level` is magnitude / 10. Directions are drawn at random.
+
+    `scale` multiplies the sizes that are in pixels, those of shifts and of the cut-out square.
+    """
     match operation:
         # ------------------------------------------------------------ geometric operations
         case "Rotate":  # by 30 · level degrees
@@ -56,12 +67,12 @@ def distort(operation: str, picture: Image.Image, level: float, draws: Draws) ->
             return affine(picture, 1, either_way(0.3 * level, draws), 0, 0, 1, 0)
         case "ShearY":  # each column moves up or down by 0.3 · level times its x
             return affine(picture, 1, 0, 0, either_way(0.3 * level, draws), 1, 0)
-        case "TranslateX":  # by 100 · level pixels, for any image size
-            return affine(picture, 1, 0, either_way(100 * level, draws), 0, 1, 0)
+        case "TranslateX":  # by 100 · level pixels
+            return affine(picture, 1, 0, either_way(100 * level * scale, draws), 0, 1, 0)
         case "TranslateY":
-            return affine(picture, 1, 0, 0, 0, 1, either_way(100 * level, draws))
+            return affine(picture, 1, 0, 0, 0, 1, either_way(100 * level * scale, draws))
         case "Cutout":  # fills a square of up to 2 · 40 · level pixels a side, centred anywhere in the image
-            pad = int(40 * level)
+            pad = int(40 * level * scale)
             y = draws.below(picture.height)
             x = draws.below(picture.width)
             box = (max(x - pad, 0), max(y - pad, 0), min(x + pad, picture.width), min(y + pad, picture.height))

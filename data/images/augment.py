@@ -47,10 +47,12 @@ class AugmentConfig:
     min_aspect: float = 0.75  # smallest width / height of a crop (TensorFlow's default)
     max_aspect: float = 1.33  # largest width / height of a crop (TensorFlow's default)
     randaug_layers: int = 0  # RandAugment operations per image; 0 disables it (AugReg and the better baselines: 2)
-    # strength of each operation, 0 to 30; 0 is not a no-op; shifts are 10 pixels × magnitude, in images of any size
-    randaug_magnitude: float = 10.0
+    randaug_magnitude: float = 10.0  # strength of each operation, 0 to 30; 0 is not a no-op
+    # shifts and cut-outs in proportion to the image, as the original's at 224 pixels; without it, shifts are
+    # 10 pixels × magnitude in images of any size
+    randaug_relative: bool = False
 
-    LATER: ClassVar[tuple[str, ...]] = ("squash",)  # see `pipeline.config.tagged`
+    LATER: ClassVar[tuple[str, ...]] = ("squash", "randaug_relative")  # see `pipeline.config.tagged`
 
     def __post_init__(self) -> None:
         more_than_0(self, "min_area min_aspect max_aspect", "augment.")
@@ -156,7 +158,7 @@ def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out:
         from data.optional import load_optional
 
         randaug = load_optional("data.extras.randaug:randaug", "augment.randaug_layers")
-        out[:] = randaug(out, cfg.randaug_layers, cfg.randaug_magnitude, draws)
+        out[:] = randaug(out, cfg.randaug_layers, cfg.randaug_magnitude, draws, cfg.randaug_relative)
 
 
 def fit(image: np.ndarray, flip: bool, out: np.ndarray) -> None:

@@ -340,6 +340,9 @@ def setup_of(stage: StageHistory) -> dict[str, str]:
         changes.append("flip")
     if augment["randaug_layers"]:
         changes.append(f"RandAugment({augment['randaug_layers']}, {augment['randaug_magnitude']:g})")
+        # Records of earlier versions lack this key.
+        if augment.get("randaug_relative"):
+            changes[-1] += " in proportion to the image"
     for name in ("mixup", "label_smoothing"):
         if config[name]:
             changes.append(f"{name.replace('_', ' ')} {config[name]:g}")

@@ -280,7 +280,7 @@ def facts_of_training(stage: ComparedStage, peak: float, warmup_steps: int) -> d
         "optim.momentum": optim.name != "sgd",
         "data.augment.min_area data.augment.min_aspect data.augment.max_aspect": augment.crop != "inception",
         "data.augment.reduced": augment.crop == "random",
-        "data.augment.randaug_magnitude": not augment.randaug_layers,
+        "data.augment.randaug_magnitude data.augment.randaug_relative": not augment.randaug_layers,
         "thinning.patch_dropout_until": not cfg.thinning.patch_dropout,
     }
     for names, is_off in switched_off.items():

@@ -52,8 +52,8 @@ MIN_IMAGES_FOR_B = 1_000_000  # images; smaller data sets do not justify ViT-B
 MEASURED_S = 0.5  # duration of a speed measurement
 MAX_MEASURED_FLOPS = 2e11  # maximum FLOPs of one measured pass
 PATCHES = 8  # minimum number of patches along each side
-# Pixels; in smaller images, a crop of 5 % of the area shows almost nothing, and RandAugment shifts by 10 × magnitude
-# pixels and cuts out squares of up to 8 × magnitude, whatever the size of the image.
+# Pixels; in smaller images, a crop of 5 % of the area shows almost nothing, and the original RandAugment shifts by 10 ×
+# magnitude pixels and cuts out squares of up to 8 × magnitude, whatever the size of the image.
 SMALL = 128
 # Smallest first: name, changes to the row in the table of model sizes, name in AugReg's tables.
 SIZES: tuple[tuple[str, dict[str, int], str], ...] = (
@@ -203,11 +203,13 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
     elif init is None and train.classes and steps * batch_size >= AUGMENTED_PASSES * sets.images:
         level = LEVELS_I1K[chosen.row]
     layers, magnitude, mixup = AUGREG[level]
-    if layers and image_size < SMALL:
-        reasons.insert(0, f"no RandAugment, which shifts images by up to 150 pixels, because {seen}")
-    elif layers:
+    if layers:
         crop |= {"randaug_layers": layers, "randaug_magnitude": magnitude}
         reasons.insert(0, f"level {level} of AugReg (Steiner et al. 2022)")
+        if image_size < SMALL:
+            # By pixels, the original's shifts would leave nothing of these images.
+            crop["randaug_relative"] = True
+            reasons.insert(1, f"RandAugment in proportion to the image, because {seen}")
     elif init is None:
         reasons.insert(0, "no RandAugment, which needs more passes (Steiner et al. 2022)")
     return TrainingChoice(

@@ -184,6 +184,31 @@ def test_equal_draws_give_equal_pixels_and_do_not_change_the_image(photo):
     assert len({randaug(photo, 2, 15, Draws(key)).tobytes() for key in range(50)}) > 30
 
 
+@pytest.mark.parametrize("name", ["TranslateX", "TranslateY", "Cutout"])
+def test_relative_sizes_are_the_originals_of_an_image_of_224(photo, name):
+    """An image of 96 is moved by 96/224 of the pixels, and the whole of an image of 224 by all of them."""
+    level = 0.75 * SIDE / 224
+    expected = {**EXACT, **MOVED}[name](photo, level)
+    scaled = np.asarray(distort(name, Image.fromarray(photo), 0.75, Certain(0), scale=SIDE / 224))
+    assert (scaled != expected).any(2).mean() < 0.005, "but for ties of the nearest pixel"
+    assert not np.array_equal(scaled, apply(name, photo, 7.5))
+
+
+def test_relative_operations_change_nothing_at_224_and_keep_small_images(photo):
+    large = cv2.resize(photo, (224, 224))
+    small = cv2.resize(photo, (32, 32))
+    empty = {False: 0, True: 0}
+    for key in range(300):
+        np.testing.assert_array_equal(
+            randaug(large, 2, 15, Draws(key)), randaug(large, 2, 15, Draws(key), relative=True)
+        )
+        for relative in empty:
+            picture = randaug(small, 1, 10, Draws(key), relative)
+            empty[relative] += len(np.unique(picture)) == 1
+    assert empty[False] > 20, "two of sixteen operations shift everything out"
+    assert empty[True] == 0
+
+
 def test_loader_pixels_do_not_depend_on_the_decoding_process(shards):
     index = load_index(shards / "train")
     order = Order(index.shard_samples, seed=1, batch_size=32)
@@ -201,6 +226,8 @@ def test_loader_pixels_do_not_depend_on_the_decoding_process(shards):
     distorted = batch(0, 32, randaug_layers=2)
     np.testing.assert_array_equal(distorted, batch(2, 8, randaug_layers=2))
     assert (distorted != batch(0, 32)).any((1, 2, 3)).mean() > 0.9
+    relative = batch(0, 32, randaug_layers=2, randaug_relative=True)
+    assert (distorted != relative).any((1, 2, 3)).mean() > 0.1, "shifts and cut-outs, 3 of 16 operations"
 
 
 @pytest.mark.parametrize("options", [{"randaug_layers": -1}, {"randaug_magnitude": 31.0}])
