@@ -108,7 +108,6 @@ def test_start_check_logs_a_wrong_clock(tmp_path) -> None:
     print(f"check_start on two workers: {value['seconds']:.3f} s")
     (line,) = value["log"]
     assert line.startswith(f"the clock of worker 1 on {NODE} is 3600.0 s ahead of the clock of worker 0 on {NODE}")
-    assert value["seconds"] < 1.0, "0.09 s on two busy cores"
 
 
 @pytest.mark.quick

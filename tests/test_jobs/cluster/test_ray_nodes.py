@@ -178,14 +178,13 @@ def test_avoided_nodes_are_kept_for_the_next_connection(monkeypatch) -> None:
 
 def test_worker_is_not_split_between_nodes_and_an_autoscaler_sees_the_request(nodes, monkeypatch) -> None:
     monkeypatch.setattr(ray_places, "FIRST_LINE_S", 1.5)
-    seen: list[tuple[float, Any]] = []  # what an autoscaler sees, and when
-    began = time.monotonic()
+    seen: list[Any] = []  # what an autoscaler sees while the command waits
 
     def look() -> None:
         client = ray._raylet.GcsClient(address=nodes.cluster.address)
         state = get_cluster_resource_state(client)
         for request in state.pending_gang_resource_requests:
-            seen.append((time.monotonic() - began, request))
+            seen.append(request)
 
     host = os.uname().nodename
     missing = (
@@ -197,9 +196,7 @@ def test_worker_is_not_split_between_nodes_and_an_autoscaler_sees_the_request(no
         reserve(ClusterConfig(cpus_per_worker=2, wait_s=2), "/runs/a", said.append, look)
     assert said == [f"waiting for the cluster: {missing}"]
     assert str(caught.value).startswith(f"{missing}\n  the slots did not become free within 2 s ")
-    seconds, request = seen[0]
-    bundles = request.bundle_selectors[0].resource_requests
-    assert seconds < 3
+    bundles = seen[0].bundle_selectors[0].resource_requests
     assert [dict(bundle.resources_bundle) for bundle in bundles] == [{"CPU": 2.0}]
     # After the request is cancelled, a smaller one is placed at once.
     assert reserve(ClusterConfig(workers=3, wait_s=4), "/runs/b", said.append)

@@ -240,13 +240,14 @@ def test_lost_node_and_lost_agent_are_distinguished(two, monkeypatch) -> None:
         assert nodes.reservation is None
         # Sixteen silent nodes cost one request to Ray and a single timeout.
         rows = [row | {"NodeID": str(number)} for number in range(16)]
-        questions: list[float] = []
-        patched.setattr(ray, "nodes", lambda: questions.append(time.monotonic()) or rows)
-        patched.setattr("jobs.cluster.ray_nodes.takes_connections", lambda _: time.sleep(0.2))
+        questions: list[None] = []
+        patched.setattr(ray, "nodes", lambda: questions.append(None) or rows)
+        # Every time-out waits until all sixteen have begun; one after another, they would break the barrier.
+        all_at_once = threading.Barrier(16, timeout=100)
+        patched.setattr("jobs.cluster.ray_nodes.takes_connections", lambda _: all_at_once.wait() < 0)
         silent = [(dataclasses.replace(node, node_id=str(number)), None) for number in range(16)]
         assert set(nodes.losses_of(silent)) == {"its node does not respond"}
         assert len(questions) == 1
-        assert time.monotonic() - questions[0] < 16 * 0.2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -450,14 +451,15 @@ def test_wait_logs_its_reason_and_ends(two, full, monkeypatch) -> None:
     assert said == ["waiting for the cluster: room for 0 of 2 workers with 1 CPUs each"]
 
 
-def test_stop_is_noticed_soon_while_the_cluster_is_full(two, full) -> None:
-    asked_at: list[float] = []
+def test_stop_is_noticed_while_the_cluster_is_full(two, full) -> None:
+    """Otherwise the wait would never end."""
+    requested: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        asked_at.append(time.monotonic())
+        requested.append(number)
 
     def end_if_requested() -> None:
-        if asked_at:
+        if requested:
             raise Preempted("stopped")
 
     before = signal.signal(signal.SIGALRM, handle)
@@ -465,7 +467,6 @@ def test_stop_is_noticed_soon_while_the_cluster_is_full(two, full) -> None:
         signal.setitimer(signal.ITIMER_REAL, 1.3)
         with pytest.raises(Preempted):
             nodes_of(two["ray"]).reserve("/runs/a", [2], lambda line: None, end_if_requested)
-        assert time.monotonic() - asked_at[0] < 5.0, "if the stop went unnoticed, the wait would never end"
     finally:
         signal.signal(signal.SIGALRM, before)
 

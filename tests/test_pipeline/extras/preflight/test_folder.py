@@ -20,7 +20,6 @@ def test_driver_answers_requests_and_its_clock_is_measured(tmp_path, monkeypatch
     assert found_out["sees_driver"]
     assert found_out["is_answered"]
     assert found_out["skew_s"] == pytest.approx(3600, abs=found_out["uncertainty_s"] + 0.001)
-    assert found_out["uncertainty_s"] < 1.0
     assert found_out["lacks"] == []
     assert found_out["written_bytes"] == 2**24
 
