@@ -39,7 +39,7 @@ from data.extras.sources.numbering import PAIRS, are_pairs
 from data.extras.sources.samples import Sample
 from data.extras.sources.tar_offsets import mapped, walk
 from data.files import atomic_file
-from data.images.decode import library
+from data.images.decode import BadImage, library, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index, Refusals, digest_of
 from data.index.names import MAX_CLASSES, Names
@@ -294,7 +294,7 @@ def write_shard(
 def packed_image(sample: Sample, restarts: bool) -> bytes:
     """Return a sample's image as stored in a shard."""
     image = sample.read()
-    if restarts and image.startswith(JPEG_START):
+    if restarts and image.startswith(JPEG_START) and not is_unmarked_cmyk(image):
         image = add_restarts(image) or image
     return image
 
@@ -315,6 +315,15 @@ def require_binding() -> ctypes.CDLL:
             "restart markers need the compiled JPEG binding; install a C++ compiler, and Pillow from its wheel"
         )
     return binding
+
+
+def is_unmarked_cmyk(jpeg: bytes) -> bool:
+    """Return whether a JPEG has four channels but no Adobe marker: libjpeg would add one, which inverts its colours."""
+    try:
+        header = read_header(jpeg)
+    except BadImage:
+        return False
+    return header.channels == 4 and not header.has_adobe_marker
 
 
 def add_restarts(data: bytes) -> bytes | None:
