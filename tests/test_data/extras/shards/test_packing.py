@@ -317,6 +317,13 @@ def test_hidden_files_and_folders_are_skipped_and_counted_like_other_files(tmp_p
     assert "because they are hidden or not jpg, jpeg, png, webp: 3 × hidden file, 1 × .gif, 1 × .txt" in caplog.text
 
 
+def test_key_too_long_for_the_table_is_an_error_and_not_a_missing_sample(tmp_path):
+    longest = "ß" * 256  # 512 bytes
+    assert pack([Sample(longest, picture(1), (0,))], tmp_path / "a").samples == 1
+    with pytest.raises(DataError, match="has 513 bytes, expected at most 512"):
+        pack([Sample(f"{longest}a", picture(1), (0,)), Sample("b", picture(2), (1,))], tmp_path / "b")
+
+
 @needs_binding
 def test_restart_markers_change_bytes_but_no_pixel(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (100, 80, 3), dtype=np.uint8)
