@@ -93,11 +93,18 @@ def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], l
         try:
             # utf-8-sig because Excel writes a byte order mark, which would become part of the first column's name.
             with open(path, newline="", encoding="utf-8-sig") as file:
-                rows = list(csv.DictReader(file))
+                reader = csv.DictReader(file, strict=True)
+                rows = list(reader)
         except IsADirectoryError:
             raise DataError(f"{path} is a folder\n  expected a CSV or Parquet file of paths and labels") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+        # Without `strict`, a quote that is never closed would swallow all following lines.
+        except csv.Error as error:
+            raise DataError(
+                f"{path}: not a valid CSV after line {reader.line_num} ({error})\n"
+                "  expected every quoted cell to end with a quote and a comma; correct the quotes"
+            ) from None
     # csv.DictReader stores the extra cells of a too long line under the key None.
     columns = [str(column) for column in rows[0] if column is not None] if rows else []
     label_column = first_of(TABLE_LABEL_COLUMNS, columns)
@@ -121,9 +128,12 @@ def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], l
         )
     names = []
     labels = []
-    for row in rows:
+    for number, row in enumerate(rows, 1):
+        # A line of a CSV may end early, and an object of a .jsonl may lack an entry.
+        if row.get(path_column) is None:
+            raise DataError(f"{path}: row {number} has no {path_column}\n  add it, or remove the row")
         names.append(str(row[path_column]))
-        labels.append(row[label_column] if label_column is not None and not unlabelled else None)
+        labels.append(row.get(label_column) if label_column is not None and not unlabelled else None)
     return names, labels
 
 

@@ -61,6 +61,22 @@ def test_invalid_table_is_rejected(text, message, photos):
         list(path_table(photos / "table.csv"))
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        # csv would read the rest of the file as the label of the first image.
+        ("t.csv", 'path,label\ndog/1.png,"dog\ncat/a.b.png,cat\n', "not a valid CSV after line 1"),
+        ("t.csv", f'path,label\ndog/1.png,"{"x" * 140_000}"\n', "not a valid CSV after line 1"),
+        ("t.jsonl", '{"path": "dog/1.png", "label": 0}\n{"path": "cat/a.b.png"}\n', "a.b.png: '' contains no class"),
+        ("t.jsonl", '{"path": "dog/1.png", "label": 0}\n{"label": 0}\n', "row 2 has no path"),
+    ],
+)
+def test_damaged_row_is_an_error_and_swallows_no_other_row(name, text, message, photos):
+    (photos / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        list(path_table(photos / name))
+
+
 def test_hugging_face_parquet_has_images_labels_and_names(tmp_path):
     rows = {"image": [{"bytes": IMAGE, "path": None}] * 3, "label": [1, 0, 1]}
     features = '{"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}'
