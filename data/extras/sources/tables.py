@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BufferedReader
@@ -267,6 +268,7 @@ def image_parquet(source: str | os.PathLike[str], *, unlabelled: bool = False) -
     column is missing, if an image is not embedded, or if a label is invalid.
     """
     ids: Mapping[str, int] | None = NO_NAMES if unlabelled else None
+    used: Counter[str] = Counter()  # how often each file name occurs: a pattern may match files of several folders
     for path in parquet_files(source):
         file = ImageParquet(path, unlabelled=unlabelled)
         columns = [file.image_column] if unlabelled else [file.image_column, file.label_column]
@@ -274,6 +276,9 @@ def image_parquet(source: str | os.PathLike[str], *, unlabelled: bool = False) -
             # If the schema has class names, the labels are ids. Otherwise, text labels are numbered by their names.
             ids = NO_NAMES if file.names else ids_of(parquet_classes(source))
         stem = path.stem.replace(".", "_")
+        used[stem] += 1
+        if used[stem] > 1:
+            stem += f"_{used[stem]}"
         for row_number, row in enumerate(file.rows(columns)):
             image = row[file.image_column]
             encoded = image.get("bytes") if isinstance(image, dict) else image

@@ -95,6 +95,15 @@ def test_text_labels_of_a_parquet_without_class_names_are_numbered_in_order_of_t
     assert [sample.labels for sample in image_parquet(tmp_path)] == [(1,), (0,), (1,)]
 
 
+def test_parquet_files_of_equal_names_in_two_folders_have_distinct_keys(tmp_path):
+    for label, folder in enumerate(("a", "b")):
+        (tmp_path / folder).mkdir()
+        rows = {"image": [{"bytes": picture(label), "path": None}], "label": [label]}
+        parquet.write_table(pyarrow.table(rows), tmp_path / folder / "0000.parquet")
+    samples = list(image_parquet(f"{tmp_path}/{{a,b}}/*.parquet"))
+    assert [(s.key, s.labels) for s in samples] == [("0000-00000000", (0,)), ("0000_2-00000000", (1,))]
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_tables_of_paths_and_labels(tmp_path, kind):
     (tmp_path / "a.jpg").write_bytes(picture(1))
