@@ -313,8 +313,8 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
         position = start + (size + BLOCK - 1) // BLOCK * BLOCK  # whole blocks
 
         # ustar stores the first folders of a long name in a separate field, which GNU tar uses for other data.
-        member = header[:100].rstrip(b"\0")
-        prefix = header[345:500].rstrip(b"\0")
+        member = header[:100].partition(b"\0")[0]
+        prefix = header[345:500].partition(b"\0")[0]
         is_ustar = header[257:263] == b"ustar\0"
         if prefix and is_ustar:
             member = prefix + b"/" + member
@@ -324,7 +324,7 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
             if size > MAX_EXTENSION:
                 refused.add("oversize extension header", member)
             elif kind == b"L":
-                records = replace(records, name=bytes(tar[start : start + size]).rstrip(b"\0"))
+                records = replace(records, name=bytes(tar[start : start + size]).partition(b"\0")[0])
             elif kind in (b"x", b"X"):
                 records = read_pax(bytes(tar[start : start + size]), records)
             continue
