@@ -80,8 +80,10 @@ class Walk:
 
     def add(self, key: bytes, parts: dict[str, tuple[int, int]]) -> None:
         """Add the row of a sample, given {extension: (offset, size)} of its members."""
-        image, image_size = first_part(IMAGES, parts, ABSENT)
-        label, label_size = first_part(LABELS, parts, ABSENT)
+        # An empty member does not hide another one, such as a .json next to an empty .cls.
+        filled = {extension: part for extension, part in parts.items() if part[1] > 0}
+        image, image_size = first_part(IMAGES, filled, first_part(IMAGES, parts, ABSENT))
+        label, label_size = first_part(LABELS, filled, first_part(LABELS, parts, ABSENT))
         # Keep the sample without its label, so that it is counted as bad instead of silently missing.
         if label_size > MAX_LABEL:
             self.refused.add("label too large", key)
