@@ -289,12 +289,17 @@ def resize_relative(table: Tensor, old_grid: Grid, new_grid: Grid, slots: int, n
     A row-major offset is a step of dy = round(offset / columns) rows and dx = offset − dy · columns columns. The
     corners of the two grids stay aligned.
     """
+    # An unchanged grid must return a bitwise equal table.
+    if (old_grid, slots) == (new_grid, new_slots):
+        return table.clone()
     # Resizing the table as a flat list would change the meaning of offsets such as "one row down" (docs/models.md).
     old_reach = slots + math.prod(old_grid) - 1
     new_reach = new_slots + math.prod(new_grid) - 1
     # 1. Express each new offset as a step (dy, dx) on the new grid.
     offsets = torch.arange(-new_reach, new_reach + 1, dtype=torch.float64)
     dy = (offsets / new_grid[1]).round()
+    if new_grid[0] == 1:
+        dy = torch.zeros_like(offsets)  # a single row has steps within the row only
     dx = offsets - dy * new_grid[1]
     # 2. Scale it to a step on the old grid, with the first and last positions aligned.
     dy = dy * ((old_grid[0] - 1) / max(new_grid[0] - 1, 1))

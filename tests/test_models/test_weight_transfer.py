@@ -55,6 +55,18 @@ def test_relative_offsets_keep_their_direction():
     torch.testing.assert_close(positions.resize_relative(table, old, old, 0, 0), table)
 
 
+def test_relative_offsets_of_a_single_row_of_patches_are_steps_along_it():
+    # the table holds its own offset in columns: with 5 columns instead of 3, offsets count double
+    table = torch.arange(-2, 3).double()[None, :, None]
+    resized = positions.resize_relative(table, (1, 3), (1, 5), 0, 0)[0, :, 0]
+    assert resized.tolist() == [offset / 2 for offset in range(-4, 5)]
+    # the same grid, with and without a class token
+    for grid in ((1, 8), (8, 1), (1, 1), (3, 2)):
+        for slots in (0, 1):
+            entries = torch.randn(1, 2 * (slots + grid[0] * grid[1]) - 1, 4)
+            assert torch.equal(positions.resize_relative(entries, grid, grid, slots, slots), entries)
+
+
 def test_an_enlarged_patch_answers_enlarged_images_as_before():
     small = models.build("mu/4", 16, 5, pool="gap")
     target = models.config_of("mu/8", 32, 5, pool="gap")

@@ -265,7 +265,8 @@ def good_samples(index: Index, unique: bool, cache: CacheConfig) -> Iterator[Sam
                 times_seen[key] += 1
                 if times_seen[key] > 1:
                     key = f"{key}-{times_seen[key]}"
-                yield Sample(f"{Path(shard.name).stem}/{key}", image, labels, kind_of(image))
+                # With the folders of the tar, because tars in different folders may have equal names and keys.
+                yield Sample(f"{shard.name.removesuffix('.tar')}/{key}", image, labels, kind_of(image))
 
 
 def is_damaged(data: bytes) -> bool:

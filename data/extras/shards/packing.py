@@ -37,15 +37,16 @@ from data.extras.shards.journal import IndexJournal, Record
 from data.extras.shards.parallel import Progress, set_on_error
 from data.extras.sources.numbering import PAIRS, are_pairs
 from data.extras.sources.samples import Sample
-from data.extras.sources.tar_offsets import mapped, walk
+from data.extras.sources.tar_offsets import MAX_KEY, mapped, walk
 from data.files import atomic_file
-from data.images.decode import library
+from data.images.decode import BadImage, library, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index, Refusals, digest_of
 from data.index.names import MAX_CLASSES, Names
 from data.index.shard import Shard, table_path, write_table
 
 JPEG_START = b"\xff\xd8"
+MAX_SHOWN = 80  # characters of a too long key in a message
 
 
 def pack(
@@ -248,6 +249,13 @@ def write_shard(
             raise DataError(f"{path.name}: two samples have the key {sample.key!r}; give each image a unique name")
         if not sample.key or "." in sample.key.rpartition("/")[2]:
             raise DataError(f"{path.name}: key {sample.key!r} is empty or contains a dot, which starts the extension")
+        # The table would not contain the sample.
+        key_bytes = len(sample.key.encode())
+        if key_bytes > MAX_KEY:
+            raise DataError(
+                f"{path.name}: the key of a sample has {key_bytes} bytes, expected at most {MAX_KEY}: "
+                f"{printable(sample.key[:MAX_SHOWN])}…\n  shorten the names of the file and of its folders"
+            )
         keys.add(sample.key)
         if sample.labels is None:
             continue
@@ -294,7 +302,7 @@ def write_shard(
 def packed_image(sample: Sample, restarts: bool) -> bytes:
     """Return a sample's image as stored in a shard."""
     image = sample.read()
-    if restarts and image.startswith(JPEG_START):
+    if restarts and image.startswith(JPEG_START) and not is_unmarked_cmyk(image):
         image = add_restarts(image) or image
     return image
 
@@ -315,6 +323,15 @@ def require_binding() -> ctypes.CDLL:
             "restart markers need the compiled JPEG binding; install a C++ compiler, and Pillow from its wheel"
         )
     return binding
+
+
+def is_unmarked_cmyk(jpeg: bytes) -> bool:
+    """Return whether a JPEG has four channels but no Adobe marker: libjpeg would add one, which inverts its colours."""
+    try:
+        header = read_header(jpeg)
+    except BadImage:
+        return False
+    return header.channels == 4 and not header.has_adobe_marker
 
 
 def add_restarts(data: bytes) -> bytes | None:

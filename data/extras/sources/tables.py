@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BufferedReader
@@ -93,11 +94,18 @@ def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], l
         try:
             # utf-8-sig because Excel writes a byte order mark, which would become part of the first column's name.
             with open(path, newline="", encoding="utf-8-sig") as file:
-                rows = list(csv.DictReader(file))
+                reader = csv.DictReader(file, strict=True)
+                rows = list(reader)
         except IsADirectoryError:
             raise DataError(f"{path} is a folder\n  expected a CSV or Parquet file of paths and labels") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+        # Without `strict`, a quote that is never closed would swallow all following lines.
+        except csv.Error as error:
+            raise DataError(
+                f"{path}: not a valid CSV after line {reader.line_num} ({error})\n"
+                "  expected every quoted cell to end with a quote and a comma; correct the quotes"
+            ) from None
     # csv.DictReader stores the extra cells of a too long line under the key None.
     columns = [str(column) for column in rows[0] if column is not None] if rows else []
     label_column = first_of(TABLE_LABEL_COLUMNS, columns)
@@ -121,9 +129,12 @@ def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], l
         )
     names = []
     labels = []
-    for row in rows:
+    for number, row in enumerate(rows, 1):
+        # A line of a CSV may end early, and an object of a .jsonl may lack an entry.
+        if row.get(path_column) is None:
+            raise DataError(f"{path}: row {number} has no {path_column}\n  add it, or remove the row")
         names.append(str(row[path_column]))
-        labels.append(row[label_column] if label_column is not None and not unlabelled else None)
+        labels.append(row.get(label_column) if label_column is not None and not unlabelled else None)
     return names, labels
 
 
@@ -257,6 +268,7 @@ def image_parquet(source: str | os.PathLike[str], *, unlabelled: bool = False) -
     column is missing, if an image is not embedded, or if a label is invalid.
     """
     ids: Mapping[str, int] | None = NO_NAMES if unlabelled else None
+    used: Counter[str] = Counter()  # how often each file name occurs: a pattern may match files of several folders
     for path in parquet_files(source):
         file = ImageParquet(path, unlabelled=unlabelled)
         columns = [file.image_column] if unlabelled else [file.image_column, file.label_column]
@@ -264,6 +276,9 @@ def image_parquet(source: str | os.PathLike[str], *, unlabelled: bool = False) -
             # If the schema has class names, the labels are ids. Otherwise, text labels are numbered by their names.
             ids = NO_NAMES if file.names else ids_of(parquet_classes(source))
         stem = path.stem.replace(".", "_")
+        used[stem] += 1
+        if used[stem] > 1:
+            stem += f"_{used[stem]}"
         for row_number, row in enumerate(file.rows(columns)):
             image = row[file.image_column]
             encoded = image.get("bytes") if isinstance(image, dict) else image

@@ -80,8 +80,10 @@ class Walk:
 
     def add(self, key: bytes, parts: dict[str, tuple[int, int]]) -> None:
         """Add the row of a sample, given {extension: (offset, size)} of its members."""
-        image, image_size = first_part(IMAGES, parts, ABSENT)
-        label, label_size = first_part(LABELS, parts, ABSENT)
+        # An empty member does not hide another one, such as a .json next to an empty .cls.
+        filled = {extension: part for extension, part in parts.items() if part[1] > 0}
+        image, image_size = first_part(IMAGES, filled, first_part(IMAGES, parts, ABSENT))
+        label, label_size = first_part(LABELS, filled, first_part(LABELS, parts, ABSENT))
         # Keep the sample without its label, so that it is counted as bad instead of silently missing.
         if label_size > MAX_LABEL:
             self.refused.add("label too large", key)
@@ -313,8 +315,8 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
         position = start + (size + BLOCK - 1) // BLOCK * BLOCK  # whole blocks
 
         # ustar stores the first folders of a long name in a separate field, which GNU tar uses for other data.
-        member = header[:100].rstrip(b"\0")
-        prefix = header[345:500].rstrip(b"\0")
+        member = header[:100].partition(b"\0")[0]
+        prefix = header[345:500].partition(b"\0")[0]
         is_ustar = header[257:263] == b"ustar\0"
         if prefix and is_ustar:
             member = prefix + b"/" + member
@@ -324,7 +326,7 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
             if size > MAX_EXTENSION:
                 refused.add("oversize extension header", member)
             elif kind == b"L":
-                records = replace(records, name=bytes(tar[start : start + size]).rstrip(b"\0"))
+                records = replace(records, name=bytes(tar[start : start + size]).partition(b"\0")[0])
             elif kind in (b"x", b"X"):
                 records = read_pax(bytes(tar[start : start + size]), records)
             continue

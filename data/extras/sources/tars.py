@@ -234,8 +234,9 @@ def compressed_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
                 parts[extension] = b""
                 is_too_large = True
         refuse_dotted(dotted, parts, refused)
-        image = first_part(IMAGES, parts, b"")
-        label = first_part(LABELS, parts, b"")
+        filled = {extension: content for extension, content in parts.items() if content}
+        image = first_part(IMAGES, filled, b"")
+        label = first_part(LABELS, filled, b"")
         if image or label:
             if not is_too_large:
                 yield RawSample(key.decode("utf-8", "replace"), image, label)

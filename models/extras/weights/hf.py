@@ -143,6 +143,7 @@ def save(
         )
     # The families to try: that of the import, then the order of the table.
     families = list(FAMILIES.values())
+    model_type = TWO_TOWERS.get(model_type or "", model_type)
     if model_type in FAMILIES:
         families.insert(0, FAMILIES[model_type])
     nearest: tuple[int, str] | None = None

@@ -86,6 +86,7 @@ class Family:
     parts = (".query.", ".key.", ".value.")
     unread: tuple[str, ...] = ()  # keys, as regular expressions, that take no part in the features of an image
     undescribed: tuple[str, ...] = ()  # fields of ViT's config.json that this family's does not have
+    square: tuple[str, ...] = ()  # fields whose two sides must be equal in transformers
 
     def known(self, described: ForeignConfig) -> ConfigFields:
         """Return the config fields that a config.json determines. Raises ValueError if the model is not supported."""
@@ -170,6 +171,10 @@ class Family:
     def differences(self, config: ViTConfig) -> list[str]:
         """Return the parts of a model that transformers' model of this family does not support."""
         reasons = unlearnable_positions(config)
+        for name in self.square:
+            size = getattr(config, name)
+            if size[0] != size[1]:
+                reasons.append(f"non-square {name}={size}")
         config = self.as_stored(config)
         sizes = ("image_size", "patch", "classes", "width", "depth", "mlp", "heads")
         values: ConfigFields = {name: getattr(config, name) for name in sizes}
@@ -259,6 +264,7 @@ class DINOv2(Family):
     )
     unread = (r"mask_token$",)
     undescribed = ("intermediate_size",)
+    square = ("image_size",)
 
     def layout(self, prefix: str, known: ConfigFields) -> Layout:
         layout = super().layout(prefix, known)
@@ -487,6 +493,7 @@ class CLIP(Family):
     parts = (".q_proj.", ".k_proj.", ".v_proj.")
     unread = (r"^text_model\.", r"^text_projection\.", r"^logit_(scale|bias)$", r"position_ids$")
     undescribed = (*DINOv3.undescribed, "pooler_output_size")
+    square = ("image_size", "patch")
 
     def known(self, described: ForeignConfig) -> ConfigFields:
         return {**super().known(described), "pre_norm": True, "patch_bias": False}
@@ -634,6 +641,7 @@ class BEiT(Family):
     )
     unread = (r"mask_token$", r"relative_position_index$")
     undescribed = ("qkv_bias", "pooler_act", "pooler_output_size")
+    square = ("image_size",)
 
     def known(self, described: ForeignConfig) -> ConfigFields:
         if described.get("use_relative_position_bias") or described.get("use_shared_relative_position_bias"):

@@ -86,7 +86,11 @@ def load(path: Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], ViTCon
     if not is_dinov3 and not is_dinov2:
         from models.extras.weights import timm
 
-        return timm.load(stored, {}, overrides)
+        pixels: ConfigFields = {}
+        # DeiT's and ViT-MAE's files, unlike those of timm itself, wrap their weights, and their code normalises so.
+        if isinstance(contents.get("model"), Mapping):
+            pixels = {"pixel_mean": IMAGENET_MEAN, "pixel_std": IMAGENET_STD}
+        return timm.load(stored, {}, {**pixels, **overrides})
     stored.pop("mask_token", None)  # only pretraining reads it
     known = dinov3_fields(stored, masks) if is_dinov3 else dinov2_fields(stored)
     is_satellite = "sat493m" in path.name.lower()

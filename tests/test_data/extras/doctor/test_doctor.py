@@ -208,6 +208,16 @@ def test_repair_makes_repeated_keys_unique(tmp_path):
     assert list(images.values()) == [GOOD[number].image for number in (0, 1, 2)]
 
 
+def test_repair_keeps_tars_of_equal_names_in_different_folders_apart(tmp_path):
+    tars = []
+    for number, folder in enumerate(("a", "b")):
+        (tmp_path / folder).mkdir()
+        tars.append(str(tmp_path / folder / "s.tar"))
+        write_tar(Path(tars[-1]), [(f"k.{name[-3:]}", body) for name, body in sample(number)])
+    repaired = repair(build_index(tars, output=tmp_path / "index", name="s", classes=10), tmp_path / "well")
+    assert sorted(ShardReader(repaired).read(0, row)[0] for row in (0, 1)) == ["a/s/k", "b/s/k"]
+
+
 def test_a_sample_that_has_changed_is_named_and_a_repaired_set_lacks_it(tmp_path):
     index = pack(GOOD[:50], tmp_path / "set", name="set", shard_samples=20)
     tar = tmp_path / "set" / "set-000000.tar"

@@ -12,6 +12,7 @@ import cv2
 import numpy as np
 import pytest
 import webdataset
+from PIL import Image
 
 from data import reader
 from data.errors import DataError
@@ -316,6 +317,13 @@ def test_hidden_files_and_folders_are_skipped_and_counted_like_other_files(tmp_p
     assert "because they are hidden or not jpg, jpeg, png, webp: 3 × hidden file, 1 × .gif, 1 × .txt" in caplog.text
 
 
+def test_key_too_long_for_the_table_is_an_error_and_not_a_missing_sample(tmp_path):
+    longest = "ß" * 256  # 512 bytes
+    assert pack([Sample(longest, picture(1), (0,))], tmp_path / "a").samples == 1
+    with pytest.raises(DataError, match="has 513 bytes, expected at most 512"):
+        pack([Sample(f"{longest}a", picture(1), (0,)), Sample("b", picture(2), (1,))], tmp_path / "b")
+
+
 @needs_binding
 def test_restart_markers_change_bytes_but_no_pixel(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (100, 80, 3), dtype=np.uint8)
@@ -324,6 +332,19 @@ def test_restart_markers_change_bytes_but_no_pixel(tmp_path):
     assert b"\xff\xd0" in packed.read(0, 0)[1]
     assert packed.read(0, 1)[1] == b"junk"
     assert np.array_equal(decode(packed.read(0, 0)[1]), decode(image))
+
+
+@needs_binding
+@pytest.mark.parametrize("has_marker", [True, False])
+def test_restart_markers_keep_the_colours_of_a_cmyk_jpeg_with_and_without_adobes_marker(tmp_path, has_marker):
+    out = io.BytesIO()
+    Image.fromarray(np.full((16, 16, 4), (0, 245, 135, 55), np.uint8), "CMYK").save(out, "JPEG", quality=100)
+    image = out.getvalue()
+    start = image.index(b"\xff\xee")  # of the Adobe marker, which Pillow always writes: 2 bytes, then 14
+    if not has_marker:
+        image = image[:start] + image[start + 16 :]
+    packed = ShardReader(pack([Sample("a", image, (0,))], tmp_path, restarts=True)).read(0, 0)[1]
+    assert np.array_equal(decode(packed), decode(image))
 
 
 def test_sets_written_by_tarfile_for_other_tests_are_those_of_packing(tmp_path):

@@ -61,6 +61,22 @@ def test_invalid_table_is_rejected(text, message, photos):
         list(path_table(photos / "table.csv"))
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        # csv would read the rest of the file as the label of the first image.
+        ("t.csv", 'path,label\ndog/1.png,"dog\ncat/a.b.png,cat\n', "not a valid CSV after line 1"),
+        ("t.csv", f'path,label\ndog/1.png,"{"x" * 140_000}"\n', "not a valid CSV after line 1"),
+        ("t.jsonl", '{"path": "dog/1.png", "label": 0}\n{"path": "cat/a.b.png"}\n', "a.b.png: '' contains no class"),
+        ("t.jsonl", '{"path": "dog/1.png", "label": 0}\n{"label": 0}\n', "row 2 has no path"),
+    ],
+)
+def test_damaged_row_is_an_error_and_swallows_no_other_row(name, text, message, photos):
+    (photos / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        list(path_table(photos / name))
+
+
 def test_hugging_face_parquet_has_images_labels_and_names(tmp_path):
     rows = {"image": [{"bytes": IMAGE, "path": None}] * 3, "label": [1, 0, 1]}
     features = '{"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}'
@@ -77,6 +93,15 @@ def test_text_labels_of_a_parquet_without_class_names_are_numbered_in_order_of_t
     parquet.write_table(pyarrow.table(rows), tmp_path / "train.parquet")
     assert parquet_classes(tmp_path) == ("cat", "dog")
     assert [sample.labels for sample in image_parquet(tmp_path)] == [(1,), (0,), (1,)]
+
+
+def test_parquet_files_of_equal_names_in_two_folders_have_distinct_keys(tmp_path):
+    for label, folder in enumerate(("a", "b")):
+        (tmp_path / folder).mkdir()
+        rows = {"image": [{"bytes": picture(label), "path": None}], "label": [label]}
+        parquet.write_table(pyarrow.table(rows), tmp_path / folder / "0000.parquet")
+    samples = list(image_parquet(f"{tmp_path}/{{a,b}}/*.parquet"))
+    assert [(s.key, s.labels) for s in samples] == [("0000-00000000", (0,)), ("0000_2-00000000", (1,))]
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])

@@ -47,6 +47,15 @@ def test_every_member_that_tarfile_reads_is_found_with_its_bytes(format):
     assert read_members == bodies
 
 
+def test_a_name_ends_at_its_first_zero_as_in_tarfile():
+    # Some programs leave bytes of an earlier, longer name behind the zero.
+    data = header(b"a.jpg\0.txt", 5, prefix=b"b\0rest") + padded(b"image")
+    data += header(b"x", 14, kind=b"L") + padded(b"long.cls\0rest\0") + header(b"x", 1) + padded(b"1") + bytes(1024)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        assert tar.getnames() == ["b/a.jpg", "long.cls"]
+    assert [name for name, _, _ in members(data, "t", Refusals())] == [b"b/a.jpg", b"long.cls"]
+
+
 def test_samples_are_grouped_as_webdataset_groups_them():
     entries = [
         ("a/1.jpg", b"A"),

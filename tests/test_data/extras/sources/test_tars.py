@@ -72,6 +72,21 @@ def test_excluded_members_are_counted_as_in_an_index(tmp_path, caplog, compress)
     assert compress is bytes or "skipped 1 links" in caplog.text
 
 
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_an_empty_member_does_not_hide_another_one_of_its_sample(tmp_path, compress):
+    names = {
+        "a.cls": b"",
+        "a.json": b'{"label": 3}',
+        "a.jpg": b"",
+        "a.png": picture(1),
+        "b.jpg": picture(2),
+        "b.cls": b"0",
+    }
+    path = tmp_path / ("t.tar" if compress is bytes else "t.tar.gz")
+    path.write_bytes(compress(tar_of(names)))
+    assert [(s.key, s.image, s.labels) for s in tars(path)] == [("t/a", picture(1), (3,)), ("t/b", picture(2), (0,))]
+
+
 def test_huge_member_of_a_small_archive_is_rejected_without_using_much_memory(tmp_path, caplog):
     """300 MB of zeros are 300 kB of gzip: as much is read as an image may have, and no more is kept."""
     zeros = 300 << 20

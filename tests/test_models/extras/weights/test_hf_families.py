@@ -52,6 +52,26 @@ def test_a_family_is_written_as_it_came(name, transformers, tmp_path):
             assert torch.equal(tensor, same), key
 
 
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_model_of_non_square_images_is_written_only_if_transformers_computes_it(name, transformers, tmp_path):
+    size = (32, 64)
+    transformers_model(transformers, name).save_pretrained(tmp_path / "theirs")
+    ours = models.load(tmp_path / "theirs")
+    target = models.from_dict({**models.to_dict(ours.config), "image_size": size})
+    wide = models.from_config(target).eval()
+    wide.load_state_dict(models.transfer(ours.state_dict(), ours.config, target)[0])
+    try:
+        models.save(wide, tmp_path / "out", "hf", form=form_of(tmp_path / "theirs"))
+    except ValueError as error:
+        assert "non-square image_size=(32, 64)" in str(error)
+        assert not name.startswith(("vit", "deit", "dinov3"))
+        return
+    kind = getattr(transformers, json.loads((tmp_path / "out" / "config.json").read_text())["architectures"][0])
+    options = {"mask_ratio": 0.0} if "mae" in name else {}
+    again = kind.from_pretrained(tmp_path / "out", **options).eval()
+    assert_logits(wide, images_of(size), outputs_of(again, images_of(size)), 1e-5)
+
+
 @pytest.mark.parametrize(("is_gated", "hidden"), [(False, 64), (False, 256), (True, 48), (True, 88), (True, 176)])
 def test_the_mlp_ratio_of_dinov2_gives_the_hidden_width(is_gated, hidden, transformers):
     ratio = mlp_ratio(hidden, 64, is_gated)

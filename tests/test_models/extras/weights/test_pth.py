@@ -110,6 +110,11 @@ def test_a_file_with_timm_s_names_is_read_as_timm_s(timm, tmp_path):
     ours = models.load(tmp_path / "deit.pth", heads=4)
     with torch.no_grad():
         assert_logits(ours, images_of(), theirs(images_of()), 1e-5)
+    # DeiT and ViT-MAE wrap their weights; timm's own files are bare.
+    published = timm.get_pretrained_cfg("deit_small_patch16_224.fb_in1k")
+    assert (ours.config.pixel_mean, ours.config.pixel_std) == (published.mean, published.std)
+    torch.save(theirs.state_dict(), tmp_path / "timm.pth")
+    assert models.load(tmp_path / "timm.pth", heads=4).config.pixel_mean == (0.5, 0.5, 0.5)
 
 
 def test_satellite_weights_have_their_own_pixel_statistics(transformers, tmp_path):
