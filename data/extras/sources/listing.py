@@ -54,6 +54,7 @@ def list_tars(url: str, timeout_s: float) -> dict[str, RemoteFile]:
             f"{redacted(url)}: files cannot be listed over https; name the shards, as in …/train-{{000..099}}.tar"
         )
     compressed = []
+    capital = []
     tars = {}
     for place, file in list_files(url, ".tar*", timeout_s).items():
         if place.endswith(COMPRESSED):
@@ -61,10 +62,17 @@ def list_tars(url: str, timeout_s: float) -> dict[str, RemoteFile]:
             compressed.append(place.rpartition("/")[2])
         elif place.endswith(".tar"):
             tars[place] = file
+        elif place.lower().endswith(".tar"):
+            capital.append(place.rpartition("/")[2])
     if compressed:
         raise Refused(
             f"{redacted(url)}: {preview(compressed)} are compressed tars and would be ignored; "
             f"decompress them; or, to use only the uncompressed tars, pass {redacted(url).rstrip('/')}/*.tar"
+        )
+    if capital:
+        raise Refused(
+            f"{redacted(url)}: {preview(capital)} would be ignored, because names of tars end in .tar; "
+            f"rename them; or, to use only the other tars, pass {redacted(url).rstrip('/')}/*.tar"
         )
     return tars
 
@@ -83,7 +91,9 @@ def list_files(url: str, suffix: str, timeout_s: float) -> dict[str, RemoteFile]
         else:
             # Only `*` is a wildcard; `?` and `[` are ordinary characters of a key.
             folder = url.rstrip("/").replace("[", "[[]").replace("?", "[?]")
-            pattern = folder if "*" in url else f"{folder}/*{suffix}"
+            # Suffixes in other letters are listed too, so that callers can report them.
+            any_case = "".join(f"[{letter}{letter.upper()}]" if letter.isalpha() else letter for letter in suffix)
+            pattern = folder if "*" in url else f"{folder}/*{any_case}"
             entries = client(scheme, timeout_s).glob(pattern, detail=True)
     files = {}
     for path, entry in sorted(entries.items()):

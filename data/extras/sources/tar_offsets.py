@@ -475,7 +475,7 @@ def read_pax(body: bytes, before: PaxRecords = NO_RECORDS) -> PaxRecords:
 
 
 def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
-    """Raise DataError if a folder of tars also contains compressed tars, or sub-folders with tars."""
+    """Raise DataError if a folder of tars also contains compressed tars, tars named *.TAR, or sub-folders with tars."""
     if not Path(folder).is_dir():
         return
     compressed = [path.name for path in compressed_in(folder)]
@@ -489,6 +489,12 @@ def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
             f"{folder}: {preview(compressed)} are compressed tars and would be ignored\n"
             "  expected uncompressed tars, in which samples can be read at any offset: decompress them (gzip -d or "
             f"zstd -d); or, to use only the uncompressed tars, pass {folder}/*.tar"
+        )
+    capital = [path.name for path in sorted(Path(folder).glob("[!.]*.[tT][aA][rR]")) if path.suffix != ".tar"]
+    if capital:
+        raise DataError(
+            f"{folder}: {preview(capital)} would be ignored, because names of tars end in .tar\n"
+            f"  rename them; or, to use only the other tars, pass {folder}/*.tar"
         )
     if below:
         raise DataError(

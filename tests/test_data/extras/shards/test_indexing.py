@@ -101,7 +101,7 @@ def test_tars_that_were_appended_to_each_other_are_refused(tmp_path, capsys):
     assert f"more bytes follow at byte {len(first)}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("beside", ["b.tar.gz", "b.tgz", "below/b.tar"])
+@pytest.mark.parametrize("beside", ["b.tar.gz", "b.tgz", "b.TAR", "below/b.tar"])
 def test_error_names_the_tars_that_would_be_ignored(tmp_path, capsys, beside):
     write_tar(tmp_path / "a.tar", samples(0, 3))
     (tmp_path / "below").mkdir()

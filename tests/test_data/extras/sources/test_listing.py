@@ -24,3 +24,12 @@ def test_tars_with_hostile_names_in_a_bucket_are_not_indexed(key, run, bucket) -
     bucket.put_object(Key=f"{run.removeprefix('s3://images/')}/{key}", Body=b"attack")
     with pytest.raises(DataError, match="unsafe name"):
         remote_tars([f"{run}/**"], Cache(CacheConfig()), 1, threading.Event())
+
+
+def test_tars_in_capital_letters_in_a_bucket_are_not_ignored_silently(run, bucket) -> None:
+    prefix = run.removeprefix("s3://images/")
+    for name in ("a.tar", "b.TAR"):
+        bucket.put_object(Key=f"{prefix}/{name}", Body=b"tar")
+    with pytest.raises(DataError, match=r"'b\.TAR' would be ignored, because names of tars end in \.tar; rename them"):
+        list_tars(run, 5.0)
+    assert list(list_tars(f"{run}/*.tar", 5.0)) == [f"{run}/a.tar"]
