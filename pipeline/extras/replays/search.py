@@ -50,6 +50,8 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
     step = task["search"]["step"] - 1  # the log counts from 1
     metric = task["search"]["metric"]
     usual = task["search"]["usual"]
+    # A rollback may have excluded the step in the meantime. The run computed it before, without skipping its range.
+    worker.health.excluded = [steps for steps in worker.health.excluded if step not in steps]
 
     # 1. Repeat training up to the step, then save its batch and the state before it.
     batches = micro_batches(worker, progress.step)
