@@ -115,8 +115,8 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
 def read_labels(raw: bytes, index: Index, most: int) -> tuple[int, ...]:
     """Parse the label bytes of a sample into at most `most` class ids that exist in the index.
 
-    Raises BadImage with a short reason, as for a broken image. Training, evaluation and the doctor all use this
-    function, so they accept the same labels.
+    A repeated id is returned once. Raises BadImage with a short reason, as for a broken image. Training, evaluation and
+    the doctor all use this function, so they accept the same labels.
     """
     try:
         labels = parse_labels(raw, index.ids)
@@ -126,7 +126,8 @@ def read_labels(raw: bytes, index: Index, most: int) -> tuple[int, ...]:
         raise BadImage(f"label not below {index.classes}")
     if len(labels) > most:
         raise BadImage(f"more labels than data.max_labels={most}")
-    return labels
+    # Otherwise the accuracy of a class would count the sample twice.
+    return tuple(dict.fromkeys(labels))
 
 
 class OpenShard(NamedTuple):

@@ -56,7 +56,8 @@ def mixup(images: Tensor, targets: Tensor, p: float, seed: tuple[int, ...]) -> t
     Each call draws a single ratio a ~ Beta(p, p) and uses max(a, 1 − a); the partners are the batch rolled by one.
     Pass (seed, step) as `seed`, so that all workers draw the same ratio in a step.
     """
-    drawn = float(np.random.default_rng(seed).beta(p, p))
+    # NumPy accepts no negative seeds; other parts stay as they are.
+    drawn = float(np.random.default_rng([part % 2**64 for part in seed]).beta(p, p))
     a = max(drawn, 1 - drawn)  # the image itself always gets the larger weight
     mixed_images = a * images + (1 - a) * images.roll(1, 0)
     mixed_targets = a * targets + (1 - a) * targets.roll(1, 0)

@@ -263,8 +263,8 @@ def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None
             f"  the limit applies to at least {BAD_GRACE:,} samples, and an image counts again in each pass\n"
             "  log.txt lists examples; to count all of them by reason, run\n"
             f"  python -m jobs data check {' or '.join(worker.job.train)}\n"
-            f"  to accept them, set data.max_bad_fraction={2 * progress.bad_samples / samples_seen:.1g} of this stage, "
-            "and run the same command again"
+            f"  to accept them, set data.max_bad_fraction={min(2 * progress.bad_samples / samples_seen, 1):.1g} of "
+            "this stage, and run the same command again"
         )
 
 

@@ -149,6 +149,9 @@ def read_number(value: int | float | str, key: str, *, whole: bool) -> int | flo
         with_unit = NUMBER.fullmatch(value.strip())
         if with_unit is not None and with_unit[2] in factors:
             number = float(with_unit[1]) * factors[with_unit[2]]
+            # In binary, 2.01 · 1000 is not a whole number. 1.1 GiB is none in any base: the nearest byte is meant.
+            if whole and math.isfinite(number):
+                number = round(number, 0 if factors is BYTES else 6)
         else:
             for kind in (int, float):
                 try:

@@ -79,7 +79,6 @@ def restored(values: Values, source: object) -> Values:
             value = os.environ.get(name, "")
             used.append(value)
             content = content.replace(f"${{oc.env:{name}}}", value)
-        used.sort(key=len, reverse=True)
         if digest_of(used) != match[2]:
             names = ", ".join(VARIABLE.findall(match[1]))
             raise DataError(
@@ -92,8 +91,10 @@ def restored(values: Values, source: object) -> Values:
 
 
 def digest_of(values: list[str]) -> str:
-    """Return the first digits of the sha256 of several strings."""
-    return hashlib.sha256("\0".join(values).encode()).hexdigest()[:8]
+    """Return the first digits of the sha256 of a set of strings; their order and repetitions have no effect."""
+    # A text may use a variable twice, and recording and restoring meet the variables in different orders.
+    longest_first = sorted(set(values), key=lambda value: (-len(value), value))
+    return hashlib.sha256("\0".join(longest_first).encode()).hexdigest()[:8]
 
 
 def replaced(values: Any, replace: Any) -> Any:

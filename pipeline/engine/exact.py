@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from pipeline import config
 from pipeline.engine.deepspeed import over_gloo
-from pipeline.engine.engine import Engine, Trace, clipping
+from pipeline.engine.engine import Engine, Trace, clipping, sum_of_squares
 from pipeline.engine.settings import Settings
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.optimization import OptimConfig
@@ -217,11 +217,11 @@ class ExactEngine(Engine):
             for tensor in (flat, *map(self.state.optimizer.state[flat].get, self.state_names)):
                 trace[of_parts + rank] += checksum(tensor)
         # The norm of the whole gradient, on every worker: a sum over partitions would depend on the world size.
-        norm_here = torch.linalg.vector_norm(gradient)
+        norm_here = sum_of_squares([gradient]).sqrt()
         step_numbers = trace if numbers is None else torch.cat([trace, numbers])
         dist.all_reduce(step_numbers)
         # Read everything with a single copy: the host waits for the device once a step.
-        norm, loss, *values = torch.cat([norm_here.double().reshape(1), total[-1:].double(), step_numbers]).tolist()
+        norm, loss, *values = torch.cat([norm_here.reshape(1), total[-1:].double(), step_numbers]).tolist()
         self.gradient_norm = norm
         self.loss = loss
         self.trace = Trace(values[: self.parts], values[self.parts : of_parts], values[of_parts : len(trace)])

@@ -34,6 +34,7 @@ from pipeline.worker import Job, Progress, Setup
 EXAMPLES = 32  # samples of an evaluation to store with their predictions
 WORTH_SPARING = 0.05  # if evaluation takes a larger share of the time, a log line suggests a spare worker
 TRIES = 3  # skip an evaluation after this many attempts died or hung in it
+STOPPED = "evaluate_stopped"  # kind of the record of a stopped evaluation, which is no outcome
 
 # ------------------------------------------------------------------------------------------------ one evaluation
 
@@ -132,7 +133,7 @@ class LoopEvaluator(StageEvaluator):
     def resume(self, worker: Setup, progress: Progress) -> bool:
         """Collective: evaluate the step that an attempt resumes from, if due; return False if a stop was requested.
 
-        If TRIES attempts ended before the step had a result, report its evaluation as skipped.
+        If TRIES attempts ended before the step had a result, and not by a stop, report its evaluation as skipped.
         """
         is_due = [False]
         if worker.group.rank == 0:
@@ -142,8 +143,9 @@ class LoopEvaluator(StageEvaluator):
             with suppress(OSError):
                 is_due = [self.was_due(worker, step) and step not in self.recorded(stage)]
                 starts = [record for record in read_metrics(stage, "start", []) if record["step"] == step]
+                stops = [record for record in read_metrics(stage, STOPPED, []) if record["step"] == step]
                 # The evaluation itself may kill the attempts; without a limit training would never continue.
-                if is_due[0] and len(starts) >= TRIES:
+                if is_due[0] and len(starts) - len(stops) >= TRIES:
                     is_due = [False]
                     worker.group.telemetry.report(
                         **document.skipped_record(step, f"{TRIES} attempts ended without a result")
@@ -172,8 +174,8 @@ class LoopEvaluator(StageEvaluator):
         try:
             self.evaluate(worker, progress)
         except EvaluationStopped:
-            if worker.group.rank == 0:
-                worker.group.telemetry.log(f"evaluation of step {progress.step} stopped; it will be repeated later")
+            line = f"evaluation of step {progress.step} stopped; it will be repeated later"
+            worker.group.telemetry.report(STOPPED, {"step": progress.step}, line)
             return False
         except EvaluationFailed as error:
             report_failure(worker, progress, error, "training continues without it")

@@ -23,6 +23,7 @@ import numpy as np
 CONFIDENCE = 0.95
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # normal quantile, 1.96
 HALVINGS = 35  # steps of a bisection
+ROUNDING = 1e-20  # of a variance; the smallest variance of a million samples and several draws is above 1e-14
 
 
 def wilson(share: float, samples: float, quantile: float = Z) -> tuple[float, float]:
@@ -66,6 +67,9 @@ def over_draws(right: np.ndarray) -> tuple[float, float]:
     freedom_left = right.size - 1 - sum(freedoms)
     surplus = (len(parts) - 1) * float(np.square(residual).sum()) / freedom_left / right.size
     variance = max(sum(parts) - surplus, *parts)
+    # All draws and all samples may have the same mean, apart from rounding, for example with two samples and two draws.
+    if variance < ROUNDING:
+        return wilson(mean, samples)
 
     squares = surplus**2 / freedom_left
     for part, freedom in zip(parts, freedoms, strict=True):

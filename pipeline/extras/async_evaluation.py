@@ -12,15 +12,14 @@ The driver and rank 0 communicate through files, because neither must wait for t
 While an evaluation is requested, the checkpoint of its step is kept, even if the run is killed.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from data.files import write_atomically
-from pipeline.artifacts import EVALUATIONS, REQUESTED
+from data.errors import DataError
+from pipeline.artifacts import EVALUATIONS, REQUESTED, read_record, write_record
 from pipeline.config import Tags, tags
 from pipeline.evaluation.document import EvaluationRecord, recorded_steps, skipped_record
 from pipeline.extras.needed import file_of
@@ -75,7 +74,7 @@ def put_record(stage: Path, step: int, record: EvaluationRecord) -> None:
     """Write an evaluation's record for rank 0, and withdraw its request. Raises OSError if the storage fails."""
     path = file_of(stage, step, ".json")
     path.parent.mkdir(exist_ok=True)
-    write_atomically(path, json.dumps(record))
+    write_record(path, record)
     file_of(stage, step, REQUESTED).unlink(missing_ok=True)
 
 
@@ -90,10 +89,18 @@ def records(stage: Path) -> list[Path]:
 
 
 def report_records(stage: Path, report: Callable[[str, Mapping[str, object], str], bool]) -> None:
-    """Pass the kind, values and log line of each record to `report`; delete the record's file if this succeeds."""
+    """Pass the kind, values and log line of each record to `report`; delete the record's file if this succeeds.
+
+    If a record is damaged, its file is deleted too, and the evaluation is requested again.
+    """
     for path in records(stage):
         # After a temporary failure of the shared folder, the next call reports the record.
         with suppress(OSError):
-            record: EvaluationRecord = json.loads(path.read_text())
+            try:
+                record = read_record(path)
+            except DataError:
+                request(stage, int(path.stem.removeprefix("step-")))
+                path.unlink()
+                continue
             if report(record["kind"], record["values"], record["line"]):
                 path.unlink()

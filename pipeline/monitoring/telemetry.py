@@ -47,8 +47,12 @@ if TYPE_CHECKING:  # the driver reads metrics without importing torch
 
 Record: TypeAlias = Mapping[str, Any]  # a line of metrics.jsonl; "kind" decides which values it holds
 
-# Peak FLOP/s of dense bf16 matrix products, from the vendors' data sheets; the denominator of mfu.
-PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+# Peak FLOP/s of dense bf16 matrix products, from the vendors' data sheets; the denominator of mfu. The first name that
+# is part of the device's name counts: cards have lower clocks than the SXM modules of the same name.
+PEAK = {
+    **{"A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12},
+    **{"H200 NVL": 835e12, "H200": 989e12, "B200": 2250e12},
+}
 # Prefixes of TensorBoard's tags. The numbers sort the training curves first; otherwise checkpoint/* would come first.
 TENSORBOARD_GROUPS = {"train": "1 train", "evaluate": "2 evaluate"}
 # Search for the newest record in this many bytes at the end of metrics.jsonl; a record of 50 steps has about 3 KB.

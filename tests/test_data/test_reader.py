@@ -17,12 +17,13 @@ import data.reader as reader_module
 import data.remote.cache as cache_module
 from data.errors import DataError
 from data.evaluation import EvaluationSet
+from data.images.decode import BadImage
 from data.index.document import load_index
 from data.index.index import Index
 from data.index.shard import Shard
 from data.loader import TrainLoader
 from data.order import Order
-from data.reader import ShardReader
+from data.reader import ShardReader, read_labels
 from data.remote.cache import Cache
 from data.remote.config import CacheConfig
 from jobs.__main__ import main
@@ -55,6 +56,12 @@ def contents_by_tarfile(index: Index) -> list[tuple[str, bytes, bytes]]:
         keys = dict.fromkeys(name.partition(".")[0] for name in bodies)
         samples += [(key, bodies[f"{key}.jpg"], bodies[f"{key}.cls"]) for key in keys]
     return samples
+
+
+def test_repeated_label_is_read_once(made):
+    assert read_labels(b"[3, 7, 3]", made, 3) == (3, 7)
+    with pytest.raises(BadImage, match=r"more labels than data\.max_labels=2"):
+        read_labels(b"[3, 7, 3]", made, 2)
 
 
 def bytes_of_samples(path: Path) -> set[int]:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from pipeline.losses import LOSSES, dense_targets, mixup
+from pipeline.training_config import MAX_SEED, MIN_SEED
 from tests.support.golden import read_golden
 
 pytestmark = pytest.mark.quick
@@ -34,3 +35,11 @@ def test_mixup_gives_the_image_itself_the_larger_share():
     assert torch.allclose(mixed.flatten(1), share * torch.eye(4) + (1 - share) * torch.eye(4).roll(1, 0))
     assert torch.equal(labels, mixed.flatten(1)), "a target has other neighbours than its image"
     assert torch.equal(labels, mixup(images, targets, 0.2, (0, 5))[1])
+
+
+def test_every_seed_of_a_recipe_draws_its_own_ratio():
+    images, targets = torch.eye(4).reshape(4, 1, 2, 2), torch.eye(4)
+    shares = {float(mixup(images, targets, 0.2, (seed, 5))[1][0, 0]) for seed in (MIN_SEED, -1, 0, 1, MAX_SEED)}
+    assert len(shares) == 5
+    drawn = np.random.default_rng((1, 5)).beta(0.2, 0.2)  # NumPy accepts this seed, so its ratio stays the same
+    assert float(mixup(images, targets, 0.2, (1, 5))[1][0, 0]) == pytest.approx(max(drawn, 1 - drawn))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import models
-from data.errors import CheckpointError, ConfigError
+from data.errors import CheckpointError, ConfigError, DataError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
 from data.order import Ids
@@ -22,6 +22,7 @@ from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.train import StepOutcome, count_step
+from pipeline.training_config import DataConfig
 from pipeline.worker import TrainingLog
 from tests.support import campaigns
 
@@ -148,6 +149,30 @@ def test_corruption_does_not_depend_on_the_world_size(recipe):
     assert losses[0] == losses[1]
 
 
+def worker_with_bad_samples(folder: Path, monkeypatch, saver: SimpleNamespace, events: list[str]) -> SimpleNamespace:
+    """Return a worker for `count_step` that adds its log lines to `events`."""
+    monkeypatch.setattr(health, "read_excluded", lambda folder: [])
+    telemetry = SimpleNamespace(log=events.append)
+    cfg = SimpleNamespace(batch_size=16, max_skipped=5, data=SimpleNamespace(max_bad_fraction=0.001))
+    return SimpleNamespace(
+        engine=SimpleNamespace(gradient_norm=1.0, trace=None),
+        cfg=cfg,
+        health=health.Health(cfg, folder, checkpoints_in(folder), telemetry),
+        job=SimpleNamespace(train=["digits"]),
+        saver=saver,
+        group=SimpleNamespace(rank=0, telemetry=telemetry),
+        log=TrainingLog(),
+    )
+
+
+def count_bad_samples(worker: SimpleNamespace, step: int, bad_samples: int) -> None:
+    """Count a step after which this many samples were bad."""
+    ledger = SimpleNamespace(hex="9f3c", update=lambda *args: ledger)
+    progress = SimpleNamespace(step=step - 1, bad_samples=bad_samples - 1, ledger=ledger)
+    taken = StepOutcome(2.0, bad_samples=1, stopping=False, all_written=False, planned=Ids([], [], []), ids=[])
+    count_step(worker, progress, taken)
+
+
 def test_bad_samples_are_reported_even_if_the_save_in_flight_fails(tmp_path, monkeypatch):
     """In that case only the error of the save is raised, with its own exit code."""
     events: list[str] = []
@@ -156,22 +181,16 @@ def test_bad_samples_are_reported_even_if_the_save_in_flight_fails(tmp_path, mon
         events.append("the save fails")
         raise CheckpointError("3 consecutive saves failed")
 
-    monkeypatch.setattr(health, "read_excluded", lambda folder: [])
-    telemetry = SimpleNamespace(log=events.append)
-    cfg = SimpleNamespace(batch_size=16, max_skipped=5, data=SimpleNamespace(max_bad_fraction=0.001))
-    worker = SimpleNamespace(
-        engine=SimpleNamespace(gradient_norm=1.0, trace=None),
-        cfg=cfg,
-        health=health.Health(cfg, tmp_path, checkpoints_in(tmp_path), telemetry),
-        job=SimpleNamespace(train=["digits"]),
-        saver=SimpleNamespace(in_flight=True, finish=fail),
-        group=SimpleNamespace(rank=0, telemetry=telemetry),
-        log=TrainingLog(),
-    )
-    ledger = SimpleNamespace(hex="9f3c", update=lambda *args: ledger)
-    progress = SimpleNamespace(step=12, bad_samples=11, ledger=ledger)
-    taken = StepOutcome(2.0, bad_samples=1, stopping=False, all_written=False, planned=Ids([], [], []), ids=[])
+    saver = SimpleNamespace(in_flight=True, finish=fail)
     with pytest.raises(CheckpointError):
-        count_step(worker, progress, taken)
+        count_bad_samples(worker_with_bad_samples(tmp_path, monkeypatch, saver, events), 13, 12)
     said = "step 13: 12 of 208 samples were bad, more than data.max_bad_fraction=0.001 allows"
     assert events == [said, "the save fails"]
+
+
+@pytest.mark.parametrize(("step", "bad_samples", "limit"), [(13, 12, "0.1"), (2, 31, "1")])
+def test_suggested_limit_for_bad_samples_is_accepted(step, bad_samples, limit, tmp_path, monkeypatch):
+    saver = SimpleNamespace(in_flight=False, finish=lambda step: None, end=lambda step: None)
+    with pytest.raises(DataError, match=rf"set data\.max_bad_fraction={limit} of this stage"):
+        count_bad_samples(worker_with_bad_samples(tmp_path, monkeypatch, saver, []), step, bad_samples)
+    DataConfig(max_bad_fraction=float(limit))

@@ -20,6 +20,9 @@ pytestmark = pytest.mark.quick
         (90, float, "timeout_s", 90),
         ("80GB", int, "limit_bytes", 80_000_000_000),
         ("80GiB", int, "limit_bytes", 85_899_345_920),
+        ("1.1GiB", int, "limit_bytes", 1_181_116_006),  # 1,181,116,006.4
+        ("4.1GB", int, "limit_bytes", 4_100_000_000),  # 4,099,999,999.9999995 in binary
+        ("2.01k", int, "steps", 2010),
         ("0.5TB", int, "limit_bytes", 500_000_000_000),
         ("80GiB", float | None, "gpu_memory_gb", 80.0),
         ("80GB", float | None, "gpu_memory_gb", 74.50580596923828),

@@ -57,6 +57,17 @@ def test_two_variables_in_one_text_are_restored_whatever_their_order(monkeypatch
     assert restored(record, "task.json") == values
 
 
+@pytest.mark.parametrize("text", ["{0}/a,{0}/b", "{1}/a,{0}/b", "{0}/a,{1}/b,{0}/c", "{2}/a,{1}/b,{2}/c"])
+def test_repeated_variables_and_values_of_equal_length_are_restored(text, monkeypatch) -> None:
+    places = [PLACE, PLACE.replace("ada", "eve"), f"{PLACE}/inner"]
+    for name, place in zip(("PLACE", "OTHER", "INNER"), places, strict=True):
+        monkeypatch.setenv(name, place)
+        with_overrides({"a": f"${{oc.env:{name}}}/train"}, [])
+    record = recorded(text.format(*places))
+    assert "ada" not in record
+    assert restored(record, "task.json") == text.format(*places)
+
+
 @pytest.mark.parametrize("value", ["3", "1e-3", "adamw", "S/16", "random_resized_crop", "ada"])
 def test_numbers_and_words_are_recorded_as_they_are(value, monkeypatch) -> None:
     """Results depend on them; in other texts they would be found by chance."""

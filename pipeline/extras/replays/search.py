@@ -16,6 +16,7 @@ Out: {"rows": [517], "is_found": true, "value": 9.1, "limit": 1.9, "value_withou
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,6 +51,10 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
     step = task["search"]["step"] - 1  # the log counts from 1
     metric = task["search"]["metric"]
     usual = task["search"]["usual"]
+    # A rollback may have excluded the step in the meantime. The run computed it before, without skipping its range.
+    worker.health.excluded = [steps for steps in worker.health.excluded if step not in steps]
+    # A live audit would take the state that each repetition restores for an error of the memory.
+    worker.engine.around_backward = nullcontext
 
     # 1. Repeat training up to the step, then save its batch and the state before it.
     batches = micro_batches(worker, progress.step)

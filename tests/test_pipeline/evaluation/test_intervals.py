@@ -62,6 +62,12 @@ def test_identical_draws_give_the_interval_of_the_samples_only() -> None:
     assert over_draws(np.ones((3, 0), bool)) == (0.0, 1.0)
 
 
+@pytest.mark.parametrize("size", [2, 3, 7, 10])
+def test_draws_and_samples_with_equal_means_give_the_interval_of_the_samples(size: int) -> None:
+    """Each draw gets one other sample right: neither draws nor samples differ in their means."""
+    assert over_draws(np.eye(size, dtype=bool)) == pytest.approx(wilson(1 / size, size))
+
+
 @pytest.mark.parametrize("sizes", [[1] * 102, [10] * 102, [1, 4, 9, 50, 200]])
 @pytest.mark.parametrize("accuracy", [1.0, 0.0, 0.9])
 def test_mean_over_classes_always_has_a_nonzero_interval(sizes: list[int], accuracy: float) -> None:

@@ -61,6 +61,24 @@ def test_records_are_reported_in_step_order_and_kept_after_a_failure(tmp_path: P
     assert [path.name for path in records(tmp_path)] == ["step-0000000012.json"]
 
 
+@pytest.mark.parametrize("position", [20, 60, -20])
+def test_evaluation_with_a_damaged_record_is_requested_again(position: int, tmp_path: Path) -> None:
+    for step in (8, 12):
+        async_evaluation.skip(tmp_path, step, "no room")
+    content = bytearray(records(tmp_path)[0].read_bytes())
+    content[position] ^= 4
+    records(tmp_path)[0].write_bytes(content)
+    reported = []
+
+    def report(kind: str, values: object, line: str) -> bool:
+        reported.append(values)
+        return True
+
+    report_records(tmp_path, report)
+    assert reported == [{"step": 12, "reason": "no room"}]
+    assert (records(tmp_path), requested_steps(tmp_path)) == ([], [8])
+
+
 def test_log_shows_the_mean_over_draws_and_metrics_contain_each_draw() -> None:
     values = {"5shot-seed-3": 0.4, "5shot-seed-15": 0.6, "5shot": 0.5, "top-1": 0.81239, "samples": 300}
     record = evaluation_record(24, values, {"seconds": 1.5, "node": "n1"}, "  beside training")

@@ -95,6 +95,28 @@ def test_evaluation_that_ends_several_attempts_is_skipped_and_logged(alone, tmp_
     assert alone.lines == ["evaluate step 10 SKIPPED: 3 attempts ended without a result"]
 
 
+def test_evaluation_is_repeated_after_any_number_of_stops(alone, tmp_path) -> None:
+    """It is skipped only after three attempts that it may have killed."""
+
+    def write(kind: str, values: Any, line: str = "") -> bool:
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write(record(kind, values["step"]))
+        return True
+
+    alone.group.telemetry.report = write
+    evaluator = Evaluating(alone.job, is_stopped=True)
+    write("start", {"step": 0})
+    assert not evaluator.evaluate_during_training(alone, cast(Any, SimpleNamespace(step=10)))
+    for _ in range(4):
+        write("start", {"step": 10})
+        assert not evaluator.resume(alone, cast(Any, SimpleNamespace(step=10)))
+    evaluator.is_stopped = False
+    for _ in range(5):
+        write("start", {"step": 10})
+        assert evaluator.resume(alone, cast(Any, SimpleNamespace(step=10)))
+    assert evaluator.evaluated == [10, 10, 10]
+
+
 @pytest.mark.parametrize(("changes", "step"), [({"evaluate": None}, 10), ({}, 0), ({}, 15), ({}, 100)])
 def test_no_other_evaluation_runs_at_the_start(changes, step, alone) -> None:
     vars(alone.job).update(changes)

@@ -16,6 +16,7 @@ from pipeline.monitoring.telemetry import (
     damaged_lines,
     log_line,
     memory_gb,
+    peak_flops,
     read_metrics,
 )
 
@@ -65,6 +66,23 @@ def test_memory_is_the_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
     assert memory_gb() == 3.0
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA L4", None),
+    ],
+)
+def test_peak_is_that_of_the_form_of_the_gpu(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda", 0)) == peak
 
 
 def test_torn_last_line_is_skipped_and_the_newest_record_found_at_the_end(tmp_path: Path):
