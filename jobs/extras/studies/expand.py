@@ -430,17 +430,22 @@ def make_absolute(name: str, section: dict[str, Any], patterns: Sequence[str], a
             section[TABLE][part] = absolute_fields(fields, patterns, f"{name}.{TABLE}.{part}", absolute)
 
 
-def absolute_fields(fields: Section, patterns: Sequence[str], where: str, absolute: MakeAbsolute) -> dict[str, object]:
+def absolute_fields(
+    fields: Section, patterns: Sequence[str], where: str, absolute: MakeAbsolute, prefix: str = ""
+) -> dict[str, object]:
     """Return a sweep's fields, whose values may be lists, with relative paths made absolute."""
-    values = flat(fields, where)
-    for key, value in values.items():
+    values: dict[str, object] = {}
+    for name, value in fields.items():
+        key = f"{prefix}{name}"
         # In `each`, the field follows the run's name and possibly `held_out`.
         is_path = any(fnmatchcase(key, pattern) or fnmatchcase(key, f"*.{pattern}") for pattern in patterns)
-        if not is_path:
-            continue
+        # Descend instead of flattening, because names of runs may contain dots.
+        if isinstance(value, Mapping):
+            value = absolute_fields(value, patterns, where, absolute, f"{key}.")
         # A field is a single path in `each`, and a list of paths in `grid`.
-        if isinstance(value, list):
-            values[key] = [absolute(f"{where}.{key}", path) if isinstance(path, str) else path for path in value]
-        elif isinstance(value, str):
-            values[key] = absolute(f"{where}.{key}", value)
-    return with_fields({}, values, where)
+        elif is_path and isinstance(value, list):
+            value = [absolute(f"{where}.{key}", path) if isinstance(path, str) else path for path in value]
+        elif is_path and isinstance(value, str):
+            value = absolute(f"{where}.{key}", value)
+        values[name] = value
+    return values
