@@ -15,6 +15,7 @@ Data from an earlier stage may not exist yet, so `run` validates each stage agai
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from data.checks import few
@@ -44,7 +45,15 @@ def validate(stage: Stage, available: Available, *, fresh: bool = False) -> list
     except PatchlineError as error:
         # Stop at the first error, because later checks may depend on earlier ones.
         results.append(CheckResult.of(error, stage.name))
-    return results
+    return [with_typed_keys(result, stage) for result in results]
+
+
+def with_typed_keys(result: CheckResult, stage: Stage) -> CheckResult:
+    """Return a result whose remedy names the keys of the recipe's section: a run of a sweep has no section."""
+    problem, *remedy = result.text.split("\n")
+    remedy = [line.replace(f"{stage.name}.", f"{stage.source}.") for line in remedy]
+    typed = result.remedy.replace(f"{stage.name}.", f"{stage.source}.")
+    return replace(result, text="\n".join([problem, *remedy]), remedy=typed)
 
 
 def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[CheckResult]:
