@@ -16,7 +16,7 @@ from data.optional import load_optional
 from data.storage import Folder, Storage
 from jobs.answer import Answer, Document, Step
 from jobs.commands.arguments import Debug, Run
-from jobs.named_stages import find_stage
+from jobs.named_stages import find_stage, resume_command
 from jobs.ownership import RAY_JOB
 from jobs.run.reading import read_command, read_outcome, stage_folders
 from jobs.stage_folders import RECORD, STAGE_FOLDER, last_metrics
@@ -81,11 +81,17 @@ def status_document(folders: Sequence[Path], storage: Storage) -> Document:
 
     last = read_command(storage.local, storage, report)
     steps: list[Step] = []
+    is_rays = last.lease is not None and last.lease["job"].startswith(RAY_JOB)
     if last.state in ("stopped", "killed"):
-        steps.append({"do": "instead", "command": last.command, "text": f"to resume, run {last.command}"})
-    # A submitted job reads its recipe from its own environment, so its command does not work elsewhere.
-    if steps and last.lease is not None and last.lease["job"].startswith(RAY_JOB):
-        steps = [{"do": "read", "text": f"to resume, run python -m jobs submit RECIPE run={storage.address()}"}]
+        resume = resume_command(storage.local)
+        steps.append({"do": "instead", "command": resume, "text": f"to resume, run {resume}"})
+        # A submitted job reads its recipe from its own environment, so its command does not work elsewhere.
+        if is_rays or " env:" in last.command:
+            run = shlex.quote(storage.address())
+            steps = [{"do": "read", "text": f"to resume, run python -m jobs submit RECIPE run={run}"}]
+        # After a refused command, only the user knows the right one.
+        elif resume != last.command:
+            steps = [{"do": "read", "text": f"to resume, run {resume}"}]
     address = storage.address()
     command = asdict(last)
     del command["has_lease"]

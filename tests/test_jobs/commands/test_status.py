@@ -71,6 +71,23 @@ def test_status_distinguishes_killed_and_running_commands(tmp_path: Path):
     assert "not running, " in shown()[1]
 
 
+def test_only_a_command_that_can_be_repeated_is_suggested(tmp_path: Path):
+    run = tmp_path / "my run"
+    (run / "pretrain-1").mkdir(parents=True)
+    (run / "pretrain-1" / "stage.json").write_text("{}")
+    submitted = f"python -m jobs run env:PATCHLINE_RECIPE 'run={run}'"
+    of_job = {"do": "read", "text": f"to resume, run python -m jobs submit RECIPE run='{run}'"}
+    for code, command, step in (
+        (75, "python -m jobs run x.yaml", {"do": "instead", "command": "python -m jobs run x.yaml"}),
+        (75, submitted, of_job),
+        (78, submitted, of_job),
+        (78, "python -m jobs run x.yaml lr=1", {"do": "read", "text": "to resume, run python -m jobs run ITS_RECIPE"}),
+    ):
+        write_status(run, code, "stopped", command)
+        (suggested,) = status_of(run)["next"]
+        assert step.items() <= suggested.items()
+
+
 def test_notices_of_the_last_attempt_are_shown_until_they_end(tmp_path: Path):
     (tmp_path / "pretrain-1").mkdir()
     (tmp_path / "pretrain-1" / "stage.json").write_text("{}")
