@@ -1,5 +1,6 @@
 """`patchline status RUN`: show the progress of a run from the files in its directory."""
 
+import os
 import shlex
 import sys
 import time
@@ -19,7 +20,7 @@ from jobs.commands.arguments import Debug, Run
 from jobs.named_stages import find_stage, resume_command
 from jobs.ownership import RAY_JOB
 from jobs.run.reading import read_command, read_outcome, stage_folders
-from jobs.stage_folders import RECORD, STAGE_FOLDER, last_metrics
+from jobs.stage_folders import RECORD, STAGE_FOLDER, last_metrics, recorded_s
 from models.weights.folder import CONFIG
 from pipeline import artifacts
 from pipeline.artifacts import requested_steps
@@ -96,13 +97,25 @@ def status_document(folders: Sequence[Path], storage: Storage) -> Document:
     command = asdict(last)
     del command["has_lease"]
 
-    # 2. The stages.
-    stages = [stage_status(folder, f"{address}/{folder.name}", has_ended=last.has_ended) for folder in folders]
+    # 2. The stages. A command runs one at a time: the unfinished stage that was started last.
+    current = running_stage(storage.local)
+    stages = []
+    for folder in folders:
+        has_ended = last.has_ended or folder != current
+        stages.append(stage_status(folder, f"{address}/{folder.name}", has_ended=has_ended))
     return {"run": address, "command": command, "stages": stages, "next": steps}
 
 
+def running_stage(run: Path) -> Path | None:
+    """Return the unfinished stage that was started last; others were abandoned with --fresh or a changed recipe."""
+    _, folders = stage_folders(run)
+    unfinished = [folder for folder in folders if os.path.exists(folder / RECORD)]
+    unfinished = [folder for folder in unfinished if not os.path.exists(folder / artifacts.DONE)]
+    return max(unfinished, key=lambda folder: recorded_s(folder / RECORD, "resumed"), default=None)
+
+
 def stage_status(folder: Path, address: str, *, has_ended: bool) -> dict[str, Any]:
-    """Return a stage's result or progress; `has_ended` means that no command is running the campaign."""
+    """Return a stage's result or progress; `has_ended` means that no command is running the stage."""
     parts = STAGE_FOLDER.fullmatch(folder.name)
     stage: dict[str, Any] = {
         "name": folder.name if parts is None else parts["name"],

@@ -88,6 +88,22 @@ def test_only_a_command_that_can_be_repeated_is_suggested(tmp_path: Path):
         assert step.items() <= suggested.items()
 
 
+def test_of_several_unfinished_stages_only_the_last_one_is_running(tmp_path: Path):
+    for name, resumed in (("pretrain-00000001", 30.0), ("pretrain-00000002", 20.0), ("finetune-00000003", 40.0)):
+        (tmp_path / name).mkdir()
+        artifacts.write_record(tmp_path / name / "stage.json", {"started": resumed - 15, "resumed": resumed})
+    artifacts.write_record(tmp_path / "finetune-00000003" / "done.json", {"seconds": 1.0})
+    write_status(tmp_path, None, "running", "python -m jobs run x.yaml --fresh")
+    Lease(Folder(tmp_path), print).take()
+
+    def states(path: Path) -> dict[str, str]:
+        return {stage["folder"].rpartition("/")[2]: stage["state"] for stage in status_of(path)["stages"]}
+
+    expected = {"pretrain-00000001": "running", "pretrain-00000002": "unfinished", "finetune-00000003": "done"}
+    assert states(tmp_path) == expected
+    assert states(tmp_path / "pretrain-00000002") == {"pretrain-00000002": "unfinished"}
+
+
 def test_notices_of_the_last_attempt_are_shown_until_they_end(tmp_path: Path):
     (tmp_path / "pretrain-1").mkdir()
     (tmp_path / "pretrain-1" / "stage.json").write_text("{}")
