@@ -176,7 +176,8 @@ def verdict(run: RunHistory) -> str:
     if run.state == "done" or not unfinished:
         return f"Done. {'; '.join(results)}"
 
-    stage = unfinished[-1]
+    # The stage that was started last; others may have been abandoned with --fresh.
+    stage = max(reversed(unfinished), key=lambda stage: stage.record.get("resumed", 0.0))
     where = f"{stage.name} has not reported a step yet"
     to_go = ""
     if stage.reports:
