@@ -607,11 +607,14 @@ def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
 
 
 def names_of(runs: Sequence[RunHistory]) -> dict[Path, str]:
-    """Name runs after their folders; if two names are equal, add the parent folders."""
+    """Name runs after their folders; if two names are equal, add the parent folders or, if needed, the whole paths."""
     names = {run.path: run.name for run in runs}
     if len(set(names.values())) < len(names):
         for run in runs:
             names[run.path] = f"{run.path.parent.name}/{run.name}"
+    if len(set(names.values())) < len(names):
+        for run in runs:
+            names[run.path] = run.address
     return names
 
 
