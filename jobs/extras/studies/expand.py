@@ -82,6 +82,9 @@ class SweepConfig:
                 fields is None or isinstance(fields, Mapping),
                 f"each.{name} is {fields!r}, expected a section of fields",
             )
+            for part in ("grid", "held_out"):
+                values = (fields or {}).get(part, {})
+                require(isinstance(values, Mapping), f"each.{name}.{part} is {values!r}, expected a section of fields")
         for group, names in self.groups.items():
             check_twice(f"groups.{group}", names)
             for name in names:
