@@ -9,6 +9,7 @@ The selected folder is reported on stderr. Nothing here imports torch.
 """
 
 import json
+import shlex
 import sys
 from contextlib import suppress
 from operator import attrgetter
@@ -121,7 +122,7 @@ def not_finished(stage: StageFolder) -> DataError:
     for checkpoint in committed(stage.path / CHECKPOINTS)[:1]:
         text += (
             "\n  instead, to use the weights of its newest checkpoint, run\n"
-            f"  python -m jobs export {run / stage.name}/step-{step_of(checkpoint)} {USE_EXPORTED}"
+            f"  python -m jobs export {shlex.quote(f'{run / stage.name}/step-{step_of(checkpoint)}')} {USE_EXPORTED}"
         )
     return DataError(text)
 

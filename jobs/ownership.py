@@ -24,6 +24,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import socket
 import threading
@@ -339,15 +340,16 @@ def holder_state(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> t
 def owned_error(storage: Storage, seen: SeenLease) -> RunOwned:
     """Return the error that names another command as the owner of a run."""
     address = storage.address()
+    typed = shlex.quote(address)
     if seen.is_released:
         return RunOwned(
             f"{address} was taken over by {seen.holder}, which has ended since then\n"
-            f"  for its result, run python -m jobs status {address}\n"
+            f"  for its result, run python -m jobs status {typed}\n"
             "  if some stages have not finished, run the same command again to resume"
         )
     return RunOwned(
         f"{address} is owned by {seen.holder}, which is still running\n"
-        f"  to watch it, run python -m jobs status {address}; to stop it, run python -m jobs stop {address}\n"
+        f"  to watch it, run python -m jobs status {typed}; to stop it, run python -m jobs stop {typed}\n"
         f"  if the owner dies, the same command can take over after {LOST_PERIODS * PERIOD_S:.0f} s\n"
         "  for a separate run, use another folder: run=…"
     )

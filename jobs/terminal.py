@@ -27,7 +27,7 @@ import shutil
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -37,6 +37,8 @@ from data.errors import OutputError
 
 COMMAND = "python -m jobs"  # how commands begin in all messages
 typed_recipe: list[str] = []  # the current command's recipe and overrides, if it has any
+
+UNKNOWN_KEY = re.compile(r"\bunknown key (\S+\w)")  # in a message (pipeline/config.py)
 
 WAIT_S = 1.0  # after this time, a command shows its activity
 MAX_QUEUED = 10_000  # lines in the queue, about 2 MB
@@ -311,17 +313,19 @@ def program() -> str:
 def as_typed(text: str) -> str:
     """Replace "python -m jobs" and "RECIPE" in a string with the program name, recipe and overrides that were typed.
 
-    Overrides that the line itself sets after RECIPE are omitted.
+    Overrides that the line itself sets after RECIPE are omitted, and so is an override with an unknown key.
     """
-    if typed_recipe:
+    unknown = UNKNOWN_KEY.search(text)
+    words = [word for word in typed_recipe if unknown is None or not word.startswith(unknown[1])]
+    if words:
         # A line may have several commands: what follows RECIPE ends at the next one.
-        text = re.sub(r"\bRECIPE\b((?:(?!\bRECIPE\b).)*)", lambda match: recipe_before(match[1]), text)
+        text = re.sub(r"\bRECIPE\b((?:(?!\bRECIPE\b).)*)", lambda match: recipe_before(words, match[1]), text)
     return text.replace(f"{COMMAND} ", f"{program()} ")
 
 
-def recipe_before(rest: str) -> str:
+def recipe_before(words: Sequence[str], rest: str) -> str:
     """Return the typed recipe and overrides, followed by the rest of a line; omit overrides that the rest sets."""
-    kept = [word for word in typed_recipe if f" {word.partition('=')[0]}=" not in rest]
+    kept = [word for word in words if f" {word.partition('=')[0]}=" not in rest]
     return shlex.join(kept) + rest
 
 

@@ -225,7 +225,8 @@ def check_weights(folder: Path, log: Callable[[str], None]) -> CheckedWeights:
             elif folder.name == WEIGHTS:
                 way_out = f"pass its folder: {folder.parent}"
             elif folder.suffix in (".npz", ".safetensors") or (folder / "model.safetensors").is_file():
-                way_out = f"to use the weights of another project, import them: python -m jobs import {folder} FOLDER"
+                place = shlex.quote(str(folder))
+                way_out = f"to use the weights of another project, import them: python -m jobs import {place} FOLDER"
             raise DataError(f"no {WEIGHTS} in {folder}\n  {way_out}")
         if not (folder / CONFIG).is_file():
             raise DataError(

@@ -13,6 +13,7 @@ Out: excluded-steps.json contains the range [[10, 17]]: the next attempt loads s
 """
 
 import math
+import shlex
 import statistics
 import sys
 from collections import deque
@@ -134,7 +135,7 @@ class Health:
             line += f", expected at most {limit:.3g}"
         for hook in self.hooks:
             line += hook.before_record("spike", values)
-        line += f"; inspect the batch with: python -m jobs replay {self.directory} step={step}"
+        line += f"; inspect the batch with: python -m jobs replay {shlex.quote(str(self.directory))} step={step}"
         self.telemetry.report("spike", values, line)
 
     def roll_back_or_fail(self, step: int) -> None:

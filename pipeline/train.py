@@ -17,6 +17,7 @@ Out: {"step": 700000, "samples_seen": 2867200000, "ledger": "9f3c…", "metrics"
      stage's folder checkpoints/step-0000700000/, weights.safetensors, model.json, log.txt, metrics.jsonl
 """
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -258,11 +259,12 @@ def count_step(worker: Worker, progress: Progress, outcome: StepOutcome) -> None
     if has_given_up:
         health.roll_back_or_fail(progress.step)
     if are_too_many_bad:
+        commands = "\n".join(f"  python -m jobs data check {shlex.quote(path)}" for path in worker.job.train)
         raise DataError(
             f"{bad_share}\n"
             f"  the limit applies to at least {BAD_GRACE:,} samples, and an image counts again in each pass\n"
             "  log.txt lists examples; to count all of them by reason, run\n"
-            f"  python -m jobs data check {' or '.join(worker.job.train)}\n"
+            f"{commands}\n"
             f"  to accept them, set data.max_bad_fraction={min(2 * progress.bad_samples / samples_seen, 1):.1g} of "
             "this stage, and run the same command again"
         )

@@ -85,7 +85,7 @@ def read_value(value: object, hint: Any, key: str) -> object:
     if origin is dict:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{key} is {shown(value)}, expected a section\n  set {key}.NAME=…")
-        return value
+        return {name: read_value(entry, get_args(hint)[1], f"{key}.{name}") for name, entry in value.items()}
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
             expected = f"expected a list of {PLURALS.get(get_args(hint)[0], 'values')}"

@@ -66,7 +66,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         remedy = "use the folder of a set"
         if path.suffix == ".tar":
             kind = "a tar, one shard of a set"
-            remedy = f"run python -m jobs index {path.parent}, then use that folder"
+            remedy = f"run python -m jobs index {quote(str(path.parent))}, then use that folder"
         raise DataError(f"{path} is {kind}\n  expected a data set's *{SUFFIX}, or its folder\n  {remedy}")
     content, shards = read_large(path) if is_large else read_json(path, path.read_bytes())
     directory = content["directory"]

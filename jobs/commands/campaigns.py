@@ -110,7 +110,8 @@ def recipe_path(recipe: str) -> Path:
             hint = f"recipes in this folder: {', '.join(here)}\n  {hint}"
         close = difflib.get_close_matches(recipe.removesuffix(".yaml").lower(), names, n=1)
         if (path / "status.json").is_file() or list(path.glob("*/stage.json")):
-            hint = f"it is a run directory: use its recipe; for its progress, run python -m jobs status {recipe}"
+            hint = "it is a run directory: use its recipe; for its progress, run python -m jobs status "
+            hint += shlex.quote(recipe)
         elif path.is_dir() and path.with_name(f"{path.name}.yaml").is_file():
             hint = f"did you mean {path.with_name(path.name)}.yaml?"
         elif path.is_symlink() and not path.exists():

@@ -1,5 +1,6 @@
 """`patchline status RUN`: show the progress of a run from the files in its directory."""
 
+import os
 import shlex
 import sys
 import time
@@ -16,10 +17,10 @@ from data.optional import load_optional
 from data.storage import Folder, Storage
 from jobs.answer import Answer, Document, Step
 from jobs.commands.arguments import Debug, Run
-from jobs.named_stages import find_stage
+from jobs.named_stages import find_stage, resume_command
 from jobs.ownership import RAY_JOB
 from jobs.run.reading import read_command, read_outcome, stage_folders
-from jobs.stage_folders import RECORD, STAGE_FOLDER, last_metrics
+from jobs.stage_folders import RECORD, STAGE_FOLDER, last_metrics, recorded_s
 from models.weights.folder import CONFIG
 from pipeline import artifacts
 from pipeline.artifacts import requested_steps
@@ -81,22 +82,40 @@ def status_document(folders: Sequence[Path], storage: Storage) -> Document:
 
     last = read_command(storage.local, storage, report)
     steps: list[Step] = []
+    is_rays = last.lease is not None and last.lease["job"].startswith(RAY_JOB)
     if last.state in ("stopped", "killed"):
-        steps.append({"do": "instead", "command": last.command, "text": f"to resume, run {last.command}"})
-    # A submitted job reads its recipe from its own environment, so its command does not work elsewhere.
-    if steps and last.lease is not None and last.lease["job"].startswith(RAY_JOB):
-        steps = [{"do": "read", "text": f"to resume, run python -m jobs submit RECIPE run={storage.address()}"}]
+        resume = resume_command(storage.local)
+        steps.append({"do": "instead", "command": resume, "text": f"to resume, run {resume}"})
+        # A submitted job reads its recipe from its own environment, so its command does not work elsewhere.
+        if is_rays or " env:" in last.command:
+            run = shlex.quote(storage.address())
+            steps = [{"do": "read", "text": f"to resume, run python -m jobs submit RECIPE run={run}"}]
+        # After a refused command, only the user knows the right one.
+        elif resume != last.command:
+            steps = [{"do": "read", "text": f"to resume, run {resume}"}]
     address = storage.address()
     command = asdict(last)
     del command["has_lease"]
 
-    # 2. The stages.
-    stages = [stage_status(folder, f"{address}/{folder.name}", has_ended=last.has_ended) for folder in folders]
+    # 2. The stages. A command runs one at a time: the unfinished stage that was started last.
+    current = running_stage(storage.local)
+    stages = []
+    for folder in folders:
+        has_ended = last.has_ended or folder != current
+        stages.append(stage_status(folder, f"{address}/{folder.name}", has_ended=has_ended))
     return {"run": address, "command": command, "stages": stages, "next": steps}
 
 
+def running_stage(run: Path) -> Path | None:
+    """Return the unfinished stage that was started last; others were abandoned with --fresh or a changed recipe."""
+    _, folders = stage_folders(run)
+    unfinished = [folder for folder in folders if os.path.exists(folder / RECORD)]
+    unfinished = [folder for folder in unfinished if not os.path.exists(folder / artifacts.DONE)]
+    return max(unfinished, key=lambda folder: recorded_s(folder / RECORD, "resumed"), default=None)
+
+
 def stage_status(folder: Path, address: str, *, has_ended: bool) -> dict[str, Any]:
-    """Return a stage's result or progress; `has_ended` means that no command is running the campaign."""
+    """Return a stage's result or progress; `has_ended` means that no command is running the stage."""
     parts = STAGE_FOLDER.fullmatch(folder.name)
     stage: dict[str, Any] = {
         "name": folder.name if parts is None else parts["name"],

@@ -7,6 +7,7 @@ patchline export runs/digits/pretrain/step-50 weights/step-50    a checkpoint, i
 """
 
 import json
+import shlex
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -176,7 +177,7 @@ def weights_of(source: str, target: str, format: str) -> Iterator[tuple[str, str
             weights = find_weights(source)
         except DataError as error:
             # The advice to export a checkpoint of an unfinished stage, with the target and format of this command.
-            raise DataError(str(error).replace(USE_EXPORTED, f"{target} --format {format}")) from None
+            raise DataError(str(error).replace(USE_EXPORTED, f"{shlex.quote(target)} --format {format}")) from None
         yield weights, weights
         return
 

@@ -11,7 +11,10 @@ patchline evaluate vit_b16.npz shards/test train=shards/train --protocol knn --p
 
 import json
 import os
+import re
+import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +29,7 @@ from pipeline.values import counted
 
 STAGE = "evaluate"
 VALUES = ("value", "low", "high", "samples", "note")  # fields of a value that a script needs
+MAX_SET_NAME = 60  # characters; a recipe allows 64, and a number may follow
 MAX_PROCESSES = 8  # maximum number of workers on a machine without GPUs; each holds the whole model
 
 SetsAndOverrides = Annotated[
@@ -57,11 +61,11 @@ def evaluate(
     _debug: Debug = False,
 ) -> Answer:
     """Evaluate weights on data sets. Print accuracies with confidence intervals, and write them to evaluation.json."""
-    if all("=" in word for word in words):
+    if all(map(is_setting, words)):
         raise UsageError(
             "expected a data set to evaluate on, found none\n"
             "  add the path of an index or its folder, for example: python -m jobs "
-            f"evaluate {weights} runs/photos/parts/held-out"
+            f"evaluate {shlex.quote(weights)} runs/photos/parts/held-out"
         )
     weights = find_weights(weights)
     from data.files import write_atomically
@@ -79,13 +83,13 @@ def evaluate(
     sets: dict[str, dict[str, str]] = {}
     overrides: list[str] = []
     for word in words:
-        if "=" in word:
+        if is_setting(word):
             overrides.append(word)
             continue
-        name = name_of(word)
+        name = set_name_of(word)
         number = 2
         while name in sets:
-            name = f"{name_of(word)}-{number}"
+            name = f"{set_name_of(word)}-{number}"
             number += 1
         sets[name] = {"test": find_set(word)}
     folder = output or f"runs/evaluate-{name_of(weights)}"
@@ -137,6 +141,17 @@ def evaluate(
 
 def result_line(document: Document) -> list[str]:
     return [f"written  {document['evaluation']}: {counted(len(document['results']), 'result')}"]
+
+
+def is_setting(word: str) -> bool:
+    """Return whether a word is KEY=VALUE; the path of a data set may contain "=" too."""
+    key, equals, _ = word.partition("=")
+    return equals != "" and "/" not in key and not Path(word.partition("/")[0]).exists()
+
+
+def set_name_of(path: str) -> str:
+    """Convert the last part of a path to a name that a recipe allows for a data set (data/checks.py)."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", name_of(path))[:MAX_SET_NAME]
 
 
 def name_of(path: str) -> str:

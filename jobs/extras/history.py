@@ -30,6 +30,7 @@ from data.errors import DataError, UsageError
 from data.index.document import load_index
 from data.index.index import Index
 from data.storage import Folder, Storage
+from jobs.named_stages import resume_command
 from jobs.run.reading import outcome_of, read_command, read_incidents, stage_folders
 from jobs.stage_folders import started_s
 from pipeline import artifacts
@@ -244,7 +245,8 @@ def read_run(path: Path, store: Storage | None = None) -> RunHistory:
         end = f"killed, or its machine was lost; started {last.time}"
     stages = [read_stage(folder, storage.address(folder.name)) for folder in folders]
     address = storage.address("" if path == run else path.name)
-    return RunHistory(path, name, address, stages, state, end, last.command)
+    command = resume_command(run) if last.command else ""
+    return RunHistory(path, name, address, stages, state, end, command)
 
 
 def read_stage(folder: Path, address: str) -> StageHistory:

@@ -2,6 +2,7 @@
 
 import glob
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 from zipfile import is_zipfile
@@ -40,7 +41,7 @@ def find_weights(path: str) -> str:
     if names_checkpoint(path):
         raise DataError(
             f"{path} is a checkpoint, which has training states instead of a file of weights\n"
-            f"  run python -m jobs export {path} {USE_EXPORTED}"
+            f"  run python -m jobs export {shlex.quote(path)} {USE_EXPORTED}"
         )
     path = find_set(find_stage(path))  # find_set resolves RUN/STAGE/SET, which is refused below as a data set
     check_weights_exist(path)
@@ -69,9 +70,10 @@ def check_weights_exist(path: str) -> None:
         if (folder / CHECKPOINTS).is_dir():
             text = f"{path} has no exported weights yet\n  wait until its stage has saved a checkpoint"
             for checkpoint in committed(folder / CHECKPOINTS)[:1]:
+                checkpoint_path = shlex.quote(f"{path}/step-{step_of(checkpoint)}")
                 text = (
                     f"{path} has checkpoints but no exported weights yet\n"
-                    f"  instead, run python -m jobs export {path}/step-{step_of(checkpoint)} {USE_EXPORTED}"
+                    f"  instead, run python -m jobs export {checkpoint_path} {USE_EXPORTED}"
                 )
             raise DataError(text)
         from data.index.document import SUFFIX

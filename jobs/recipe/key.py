@@ -74,7 +74,8 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     inputs_in_key: dict[str, str] = {}
     eval_inputs: dict[str, str] = {}
     for name, key in keys.items():
-        if name in forbidden:
+        # A field of named paths, such as a figure's `tables`, is tagged as a whole.
+        if name in forbidden or name.rpartition(".")[0] in forbidden:
             inputs_in_key[name] = key
         else:
             eval_inputs[name] = key
@@ -96,6 +97,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     values = dict(forbidden)
     for name in (*keys, *stage.kind.inputs):
         values.pop(name, None)
+        values.pop(name.rpartition(".")[0], None)
     identity: dict[str, object] = {
         "schema": SCHEMA,
         "kind": stage.kind.name,

@@ -28,6 +28,7 @@ def stage_record(stage: Stage) -> dict[str, Any]:
     """Return the content of stage.json: the config of the stage."""
     record: dict[str, Any] = {
         "name": stage.name,
+        "section": stage.source,
         "kind": stage.kind.name,
         "key": stage.key,
         "model": models.to_dict(stage.model) if stage.model else None,

@@ -14,7 +14,9 @@ Check of a finished stage: the digests of files read by later stages match the r
 Data from an earlier stage may not exist yet, so `run` validates each stage again right before it starts.
 """
 
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from data.checks import few
@@ -44,7 +46,15 @@ def validate(stage: Stage, available: Available, *, fresh: bool = False) -> list
     except PatchlineError as error:
         # Stop at the first error, because later checks may depend on earlier ones.
         results.append(CheckResult.of(error, stage.name))
-    return results
+    return [with_typed_keys(result, stage) for result in results]
+
+
+def with_typed_keys(result: CheckResult, stage: Stage) -> CheckResult:
+    """Return a result whose remedy names the keys of the recipe's section: a run of a sweep has no section."""
+    problem, *remedy = result.text.split("\n")
+    remedy = [line.replace(f"{stage.name}.", f"{stage.source}.") for line in remedy]
+    typed = result.remedy.replace(f"{stage.name}.", f"{stage.source}.")
+    return replace(result, text="\n".join([problem, *remedy]), remedy=typed)
 
 
 def checks(stage: Stage, available: Available, *, fresh: bool) -> Iterator[CheckResult]:
@@ -91,7 +101,8 @@ def ways_to_train_longer(stage: Stage, folder: Path, changed: Collection[str], a
     saved = [] if available.campaign.remote is not None else committed(folder / CHECKPOINTS)
     if saved and not (folder / artifacts.DONE).exists():
         ways.append(
-            f"start a new schedule from its newest weights: python -m jobs export {folder}/step-{step_of(saved[0])} "
+            "start a new schedule from its newest weights: python -m jobs export "
+            f"{shlex.quote(f'{folder}/step-{step_of(saved[0])}')} "
             f"FOLDER, then add {stage.source}.init=FOLDER --fresh\n      "
             "with new optimizer state, warm-up and sample order; step 0 has the weights of the checkpoint"
         )
@@ -150,7 +161,8 @@ def restarted_stages(campaign: Campaign, stages: Sequence[Stage], available: Ava
         text = f"{stage.name} starts from step 0, because its settings differ from {folders[0]} (kept): "
         text += few(listed, MAX_LISTED, ", and {} more")
         if stage.kind.trains and stage.config.init is None:
-            text += f"\n  to start from those weights instead of random ones, set {stage.source}.init={folders[0].path}"
+            init = shlex.quote(str(folders[0].path))
+            text += f"\n  to start from those weights instead of random ones, set {stage.source}.init={init}"
         text += ways_to_train_longer(stage, folders[0].path, changes, available)
         yield CheckResult("WARN", "config", text)
 

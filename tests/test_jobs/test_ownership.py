@@ -1,6 +1,7 @@
 """The lease of a run: whether its holder is alive, without comparing clocks; with real processes, killed and frozen."""
 
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -114,6 +115,18 @@ def test_missing_released_and_torn_leases_are_distinguished(tmp_path) -> None:
     assert state == "lost"
     assert seen is not None
     assert "truncated or altered" in seen.holder
+
+
+def test_commands_in_the_error_of_an_owned_run_can_be_typed(tmp_path) -> None:
+    run = tmp_path / "my run"
+    lease = Lease(Folder(run), print)
+    lease.take()
+    with pytest.raises(RunOwned) as error:
+        Lease(Folder(run), print).take()
+    _problem, commands, *_ = str(error.value).splitlines()
+    for command, words in zip(commands.split("; "), (["status", str(run)], ["stop", str(run)]), strict=True):
+        assert shlex.split(command.partition("jobs ")[2]) == words
+    lease.renew(is_released=True)
 
 
 def test_holder_that_lost_the_run_is_informed_once_and_does_not_touch_the_new_lease(tmp_path) -> None:

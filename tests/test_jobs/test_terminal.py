@@ -43,3 +43,9 @@ def test_hint_omits_only_the_overrides_that_it_sets_after_the_recipe(monkeypatch
         "  python -m jobs run 'my recipe.yaml' pretrain.steps=7 run=x --only a, "
         "then python -m jobs run 'my recipe.yaml' pretrain.steps=7 run=y",
     ]
+
+
+def test_hint_omits_the_override_with_an_unknown_key(monkeypatch):
+    monkeypatch.setattr(terminal, "typed_recipe", ["a.yaml", "pretrain.lr-0.01.steps=7", "pretrain.batch_size=8"])
+    text = "unknown key pretrain.lr-0\n  all keys: docs/x.md, or python -m jobs plan RECIPE --resolved"
+    assert terminal.as_typed(text).endswith("or python -m jobs plan a.yaml pretrain.batch_size=8 --resolved")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
@@ -139,7 +140,7 @@ def folder_classes(root: str | os.PathLike[str], skipped: Counter[str] | None = 
         contents = f"; found {images} images, {tars} tars" if images or tars else ""
         remedy = f"sort the images into class folders, as in {root}/cat/1.jpg, or add --unlabelled"
         if tars:
-            remedy = f"tars need no packing: python -m jobs index {root}"
+            remedy = f"tars need no packing: python -m jobs index {shlex.quote(str(root))}"
         raise DataError(f"{root}: expected one sub-folder per class, found none{contents}\n  {remedy}")
     return tuple(names)
 

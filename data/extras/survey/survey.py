@@ -199,7 +199,8 @@ def survey(place: str, *, unlabelled: bool = False, leaf_tables: str | None = No
     if "://" in place:
         raise DataError(
             f"{place}: images in an object store cannot be inspected without an index\n"
-            f"  index them first: python -m jobs index {place} --output indexes/NAME; then use the path indexes/NAME"
+            f"  index them first: python -m jobs index {shlex.quote(place)} --output indexes/NAME; then use the path "
+            "indexes/NAME"
         )
     known = known_sets(Path(place))
     if known is not None:
@@ -399,7 +400,7 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
         raise DataError(
             f"{files[0].parent}: {preview(sorted(file.name for file in rest))} have neither train nor test in their "
             f"names, but the other files do\n  rename these files; or, to use only the other files, run "
-            f"python -m jobs new '{pattern}'"
+            f"python -m jobs new {shlex.quote(pattern)}"
         )
     return parts
 

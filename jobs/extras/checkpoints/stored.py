@@ -25,6 +25,7 @@ SavedRun = Annotated[
         metavar="RUN", help="A run directory, a stage (RUN/STAGE), or one checkpoint (RUN/STAGE/step-50); or s3://…"
     ),
 ]
+RunOrStage = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a stage (RUN/STAGE); or s3://…")]
 Keep = Annotated[int, typer.Option(help="Number of newest checkpoints to keep in each stage, at least 2.")]
 KeepEvery = Annotated[
     int, typer.Option(help="Also keep the checkpoints of steps divisible by this number; 0: no others.")
@@ -99,7 +100,7 @@ def checkpoint_lines(document: Document) -> Iterator[str]:
                 yield f"  {name}  uncommitted save, in progress or interrupted; the next start deletes it"
 
 
-def prune(path: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Debug = False) -> Answer:
+def prune(path: RunOrStage, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Debug = False) -> Answer:
     """Delete all but the newest checkpoints of each stage.
 
     The newest checkpoints are verified first; if any is damaged, nothing is deleted. Checkpoints waiting for an
@@ -108,6 +109,11 @@ def prune(path: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Deb
     if keep < MIN_KEPT:
         raise UsageError(f"--keep is {keep}, expected {MIN_KEPT} or more, in case one checkpoint is damaged")
     with opened(path) as run:
+        if run.only:
+            raise UsageError(
+                f"{path} is one checkpoint, but prune deletes all except the newest ones of a stage; nothing was "
+                "deleted\n  expected a run or a stage: RUN or RUN/STAGE"
+            )
         # Verify all stages before deleting anything, so that no good checkpoint is deleted in favour of a damaged one.
         for checkpoints in run.stages:
             for name in checkpoints.committed()[:keep]:

@@ -192,14 +192,16 @@ def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
             # Convert "probe train" to "probe.train", and "train" to "data.train".
             name = f"data.{name}".replace("data.probe ", "probe.")
             sets[name] = index if isinstance(index, Index) else None
+        # Records of earlier versions lack the section of a sweep's run.
+        section = record.get("section", stage.name)
         yield ComparedStage(
-            name=stage.name,
+            name=section,
             row=stage.name,
             kind=kind,
             config=build_recorded(kind.config, record["config"], stage.name),
             model=model,
             image_size=image_size,
-            size_key=f"{stage.name}.model.image_size",
+            size_key=f"{section}.model.image_size",
             workers=workers,
             sets=sets,
         )

@@ -26,7 +26,8 @@ from data.extras.sources.walk import class_folders_in, matching
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index
 from data.index.shard import label_digest
-from jobs.extras.packing.sets import SetConfig, numbering_of, numberings_of, reader_of
+from data.optional import load_optional
+from jobs.extras.packing.sets import CLASS_LISTS, SetConfig, numbering_of, numberings_of, reader_of
 from jobs.extras.packing.stage import PackExtra
 from jobs.resolved_recipe import Available, CheckResult, Stage
 from pipeline.artifacts import DONE
@@ -86,6 +87,14 @@ def change_of(stage: Stage, name: str, record: Mapping[str, Any], available: Ava
     """
     cfg: SetConfig = stage.config.sets[name]
     assert cfg.path is not None, "called only for sources with a path"
+    index_path = available.campaign.directory(stage) / name / f"{name}{SUFFIX}"
+    # The key has the path of a class list, but not its content.
+    if cfg.names:
+        listed = load_optional(CLASS_LISTS, f"{name}.names")(cfg.names)
+        names = load_index(index_path).names
+        if listed != names:
+            renumbered = [printable(entry) for entry in listed if entry not in names] or map(printable, listed)
+            return f"has other classes in {cfg.names} than {name}: {few([*renumbered], MAX_NAMES)}"
     if cfg.source not in ("folder", "table"):
         files = files_in(cfg)
         # Data sets packed by earlier versions have no digest.
@@ -97,7 +106,7 @@ def change_of(stage: Stage, name: str, record: Mapping[str, Any], available: Ava
         return f"has changed: {name} was packed from {packed_files}, now there are {len(files)}{hint}"
     if record["samples"] > MANY and not is_newer(Path(cfg.path), packed_at):
         return ""
-    index = load_index(available.campaign.directory(stage) / name / f"{name}{SUFFIX}")
+    index = load_index(index_path)
     numbering = numbering_today(stage, name, available) if cfg.source == "table" or cfg.keep else Numbering()
     if cfg.source == "table" and numbering.names != index.names:
         classes = sorted(set(numbering.names) ^ set(index.names)) or [*numbering.names]

@@ -5,6 +5,7 @@ patchline index shards/theirs --workers 8
 patchline index s3://bucket/theirs --output indexes/theirs
 """
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -193,7 +194,9 @@ def pack(
             "pack does not make subsets\n  run python -m jobs subset INDEX --shots 10 --seed 0 --output FOLDER"
         )
     if source == "shards":
-        raise UsageError(f"existing shards need an index, but need not be packed\n  run python -m jobs index {path}")
+        raise UsageError(
+            f"existing shards need an index, but need not be packed\n  run python -m jobs index {shlex.quote(path)}"
+        )
     if stages_in(folder):
         raise UsageError(
             f"{folder} is a run directory\n  use another folder for the shards, for example shards/{folder.name}"

@@ -31,6 +31,8 @@ from jobs.extras.studies import table
 from jobs.extras.studies.law import compute_of
 from jobs.recipe.records import unfinished_folder
 from jobs.resolved_recipe import Available, Campaign, MissingInput, Stage
+from jobs.stage_folders import stages_in
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.extras.plan.cost import HOUR_S, Assumptions
 from pipeline.values import counted
 
@@ -96,7 +98,7 @@ class Plan:
         # 1. Determine whether the stage would be skipped, resumed or run, and why.
         if is_done:
             status = "finished, would be skipped"
-        elif any((campaign.directory(stage) / "checkpoints").glob("step-*")):
+        elif StageCheckpoints(campaign.storage, campaign.directory(stage).name).committed():
             status = "unfinished, would resume from its newest checkpoint"
         # This happens only with --fresh (jobs/recipe/validate.py).
         elif unfinished_folder(campaign, stage) is not None:
@@ -104,7 +106,7 @@ class Plan:
         else:
             status = "would run"
             # If there is a finished folder with another key, a parent may have changed.
-            if any(campaign.run.glob(f"{stage.name}-*/done.json")):
+            if any(folder.name == stage.name and folder.is_finished for folder in stages_in(campaign.run)):
                 for parent, _ in stage.links.values():
                     if parent in self.would_run:
                         status = f"would run again, because {parent} would"

@@ -152,14 +152,14 @@ def feed(facts: TrainedFacts) -> Iterator[CheckVerdict]:
     elif min(cfg.data.processes, cores_per_worker) >= needed_cores:
         yield CheckVerdict("OK", f"{text}{processes} is enough, because {needed_cores} are needed")
     else:
-        overrides = f"{facts.name}.data.processes={needed_cores}"
+        overrides = f"{facts.stage.source}.data.processes={needed_cores}"
         if needed_cores >= cores_per_worker:
             # The worker needs one core in addition to the decoding processes.
             overrides += f" cluster.cpus_per_worker={needed_cores + 1}"
         yield CheckVerdict(
             "WARN",
             f"{text}{processes} on {cores_per_worker} cores is TOO SLOW",
-            f"set {overrides}, pack with --restarts, or {facts.name}.data.decode=gpu",
+            f"set {overrides}, pack with --restarts, or {facts.stage.source}.data.decode=gpu",
         )
 
 

@@ -15,6 +15,7 @@
 import math
 import random
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -191,7 +192,8 @@ def audit(
         error = DataError(
             f"{replays.name} differs from a repetition of its steps: {worst}\n"
             f"  the repeated steps are in {replays.folder}; to compare the tensors of both, run "
-            f"python -m jobs diff {stage.folder}/step-{worst.last} {repeated_run}/step-{worst.last}"
+            f"python -m jobs diff {shlex.quote(f'{stage.folder}/step-{worst.last}')} "
+            f"{shlex.quote(f'{repeated_run}/step-{worst.last}')}"
         )
     else:
         return document

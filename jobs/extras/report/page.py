@@ -176,7 +176,8 @@ def verdict(run: RunHistory) -> str:
     if run.state == "done" or not unfinished:
         return f"Done. {'; '.join(results)}"
 
-    stage = unfinished[-1]
+    # The stage that was started last; others may have been abandoned with --fresh.
+    stage = max(reversed(unfinished), key=lambda stage: stage.record.get("resumed", 0.0))
     where = f"{stage.name} has not reported a step yet"
     to_go = ""
     if stage.reports:
@@ -606,11 +607,14 @@ def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
 
 
 def names_of(runs: Sequence[RunHistory]) -> dict[Path, str]:
-    """Name runs after their folders; if two names are equal, add the parent folders."""
+    """Name runs after their folders; if two names are equal, add the parent folders or, if needed, the whole paths."""
     names = {run.path: run.name for run in runs}
     if len(set(names.values())) < len(names):
         for run in runs:
             names[run.path] = f"{run.path.parent.name}/{run.name}"
+    if len(set(names.values())) < len(names):
+        for run in runs:
+            names[run.path] = run.address
     return names
 
 

@@ -21,7 +21,7 @@ from data.extras.pages.page import COLUMN, DASHES, GRID, INK, LINES, MARKERS, ON
 from data.storage import Storage
 from jobs.extras.history import RunHistory, StageHistory, read_run
 from jobs.extras.report import charts
-from jobs.extras.report.page import LearningCurve, learning_curves, runs_table, stages_of_runs
+from jobs.extras.report.page import LearningCurve, learning_curves, names_of, runs_table, stages_of_runs
 from jobs.extras.studies.chart import write_study_chart
 from pipeline import artifacts
 
@@ -40,6 +40,7 @@ def write_figures(paths: Sequence[Path], folder: Path, stores: Mapping[Path, Sto
     """
     runs = [read_run(path, (stores or {}).get(path)) for path in paths]
     folder.mkdir(parents=True, exist_ok=True)
+    names = names_of(runs)
     written = []
     with matplotlib.rc_context(PAPER_STYLE):
         for name, of_runs in groups_of(runs).items():
@@ -50,9 +51,10 @@ def write_figures(paths: Sequence[Path], folder: Path, stores: Mapping[Path, Sto
             for stage in run.stages:
                 if (stage.folder / "figure.json").exists():
                     record = artifacts.read_record(stage.folder / "figure.json")
-                    name = stage.name if len(runs) == 1 else f"{run.name}-{stage.name}"
-                    written += write_study_chart(record, folder / name, VECTOR)
-    return written
+                    name = stage.name if len(runs) == 1 else f"{names[run.path]}-{stage.name}"
+                    written += write_study_chart(record, folder / as_file_name(name), VECTOR)
+    # A stage that ran with other settings before has several folders; the last one counts.
+    return list(dict.fromkeys(written))
 
 
 def groups_of(runs: Sequence[RunHistory]) -> dict[str, dict[str, StageHistory]]:
@@ -72,7 +74,12 @@ def file_name(group: str, curve: LearningCurve) -> str:
     quantity = curve.title
     if curve.axis is charts.TIME:
         quantity += " over time"
-    return re.sub(r"[^A-Za-z0-9._]+", "-", f"{group} {quantity}").strip("-")
+    return as_file_name(f"{group} {quantity}")
+
+
+def as_file_name(text: str) -> str:
+    """Replace the characters that a file's name should not have, such as slashes and spaces, with dashes."""
+    return re.sub(r"[^\w.]+", "-", text).strip("-")
 
 
 def draw(curve: LearningCurve) -> Figure:

@@ -8,14 +8,17 @@ Compute is counted as in `plan`. `seconds` covers only the steps that contribute
 evaluations or repeated steps.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 import models
+from data.errors import DataError
 from jobs.resolved_recipe import Stage, index_if_made
 from models import ModelConfig
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import account, read_metrics
 from pipeline.training_config import TrainConfig, flops_of
+from pipeline.variables import restored
 
 # Axes of a training stage that can be computed for a step before the stage runs (`axes_at`).
 AT_A_STEP = ("parameters", "gmacs", "exaflops", "samples", "steps")
@@ -38,7 +41,10 @@ def axes_of(stage: Stage, folder: Path) -> dict[str, float]:
     # Add the size of the training sets if they still exist.
     if (folder / artifacts.PROVENANCE).exists():
         for name, source in artifacts.read_record(folder / artifacts.PROVENANCE)["inputs"].items():
-            index = index_if_made(source["path"]) if name.endswith("train") and name.startswith("data.") else None
+            index = None
+            with suppress(DataError):  # an environment variable in the path has another value now
+                if name.endswith("train") and name.startswith("data."):
+                    index = index_if_made(restored(source["path"], folder / artifacts.PROVENANCE))
             if index is not None:
                 axes["images"] = axes.get("images", 0) + index.samples
     # Use the last report: the stage may have stopped early, and excluded steps use no samples.

@@ -82,6 +82,9 @@ class SweepConfig:
                 fields is None or isinstance(fields, Mapping),
                 f"each.{name} is {fields!r}, expected a section of fields",
             )
+            for part in ("grid", "held_out"):
+                values = (fields or {}).get(part, {})
+                require(isinstance(values, Mapping), f"each.{name}.{part} is {values!r}, expected a section of fields")
         for group, names in self.groups.items():
             check_twice(f"groups.{group}", names)
             for name in names:
@@ -430,17 +433,22 @@ def make_absolute(name: str, section: dict[str, Any], patterns: Sequence[str], a
             section[TABLE][part] = absolute_fields(fields, patterns, f"{name}.{TABLE}.{part}", absolute)
 
 
-def absolute_fields(fields: Section, patterns: Sequence[str], where: str, absolute: MakeAbsolute) -> dict[str, object]:
+def absolute_fields(
+    fields: Section, patterns: Sequence[str], where: str, absolute: MakeAbsolute, prefix: str = ""
+) -> dict[str, object]:
     """Return a sweep's fields, whose values may be lists, with relative paths made absolute."""
-    values = flat(fields, where)
-    for key, value in values.items():
+    values: dict[str, object] = {}
+    for name, value in fields.items():
+        key = f"{prefix}{name}"
         # In `each`, the field follows the run's name and possibly `held_out`.
         is_path = any(fnmatchcase(key, pattern) or fnmatchcase(key, f"*.{pattern}") for pattern in patterns)
-        if not is_path:
-            continue
+        # Descend instead of flattening, because names of runs may contain dots.
+        if isinstance(value, Mapping):
+            value = absolute_fields(value, patterns, where, absolute, f"{key}.")
         # A field is a single path in `each`, and a list of paths in `grid`.
-        if isinstance(value, list):
-            values[key] = [absolute(f"{where}.{key}", path) if isinstance(path, str) else path for path in value]
-        elif isinstance(value, str):
-            values[key] = absolute(f"{where}.{key}", value)
-    return with_fields({}, values, where)
+        elif is_path and isinstance(value, list):
+            value = [absolute(f"{where}.{key}", path) if isinstance(path, str) else path for path in value]
+        elif is_path and isinstance(value, str):
+            value = absolute(f"{where}.{key}", value)
+        values[name] = value
+    return values

@@ -338,7 +338,9 @@ def compute_of(campaign: Campaign) -> Compute:
 
 def read_budget(value: Any) -> float:
     """Return a recipe's `budget` in exaFLOPs. Raises ConfigError unless it is a number greater than 0."""
-    budget = read_number(value, "budget", whole=False)
+    budget = None
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        budget = read_number(value, "budget", whole=False)
     if budget is None or budget <= 0:
         raise ConfigError(f"budget is {value}, expected a number of exaFLOPs greater than 0")
     return budget

@@ -22,6 +22,7 @@ Out: sweep.json, a record with runs, rows, the chosen values and its own sha256;
 """
 
 import json
+import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -222,7 +223,7 @@ class Table(StageKind):
             raise Diverged(
                 f"{context.stage.name}: {len(diverged)} runs of the sweep have diverged: {', '.join(diverged)}, but "
                 f"{expected}\n"
-                f"  lower optim.lr or change the sweep; to repeat the same runs, remove {' '.join(sorted(folders))}"
+                f"  lower optim.lr or change the sweep; to repeat the same runs, remove {shlex.join(sorted(folders))}"
             )
 
         means: list[Row] = []

@@ -107,7 +107,8 @@ def logs(run: Run, _debug: Debug = False) -> Answer:
         seen = newest_lease(Folder(Path(name)))
         if seen is not None and seen.record is not None and not seen.record["job"].startswith(RAY_JOB):
             raise UsageError(
-                f"{name} was not submitted to a Ray cluster\n  to follow its output, run tail -f {name}/log.txt"
+                f"{name} was not submitted to a Ray cluster\n"
+                f"  to follow its output, run tail -f {shlex.quote(name)}/log.txt"
             )
     return follow(name)
 
@@ -138,7 +139,7 @@ def follow(run: str) -> Answer:
         raise ClusterError(
             f"job {job.id} ended without an exit code from Patchline: {job.status}, exit code {job.exit_code}\n"
             f"  its driver was killed, or its node is gone; Ray reports: {' '.join(job.message.split()) or 'nothing'}\n"
-            f"  for the run's progress, run python -m jobs status {run}; to resume it, submit it again"
+            f"  for the run's progress, run {command}; to resume it, submit it again"
         )
     return Answer(document, code=job.exit_code)
 

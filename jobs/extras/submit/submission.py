@@ -130,7 +130,8 @@ def submit(
             raise RunOwned(
                 f"{run} is owned by job {job.id}, {job.status} since {job.started}\n"
                 f"  a run has only one owner at a time\n"
-                f"  to follow it, run python -m jobs logs {run}; to stop it, run python -m jobs stop {run}"
+                f"  to follow it, run python -m jobs logs {shlex.quote(run)}; "
+                f"to stop it, run python -m jobs stop {shlex.quote(run)}"
             )
     # Keep only characters allowed in an id. The random suffix keeps ids unique if Ray has lost its table and the count
     # restarts at 1.
@@ -223,7 +224,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
             return job
     address = client.get_address()
     advice = (
-        f"  for the run's progress, run python -m jobs status {run}\n"
+        f"  for the run's progress, run python -m jobs status {shlex.quote(run)}\n"
         "  to resume the run on a restarted cluster, submit it again"
     )
     written = 0  # characters of the job's log
@@ -340,7 +341,7 @@ def stop(run: str) -> RayJob:
         raise ClusterError(
             f"job {job.id} is still {job.status} after {STOP_WAIT_S} s\n"
             f"  its node may be lost, or busy writing a checkpoint\n"
-            f"  run python -m jobs stop {run} again, or see {client.get_address()}/#/jobs/{job.id}"
+            f"  run python -m jobs stop {shlex.quote(run)} again, or see {client.get_address()}/#/jobs/{job.id}"
         )
     echo(f"job {job.id}: {job.status}")
     return job
@@ -480,6 +481,7 @@ def stop_holder(storage: Storage, seen: SeenLease, log: Callable[[str], None], p
     The command sees the request when it next renews its lease. Raises ClusterError if the command does not end in time,
     UsageError if Slurm or systemd would restart it, or StorageError if the storage fails.
     """
+    address = shlex.quote(storage.address())
     for kind, words in STOP_COMMANDS.items():
         if seen.record is not None and seen.record["job"].startswith(kind):
             name = seen.record["job"].removeprefix(kind).strip()
@@ -493,14 +495,14 @@ def stop_holder(storage: Storage, seen: SeenLease, log: Callable[[str], None], p
     while time.monotonic() < deadline:
         state, now = holder_state(storage, log)
         if state == "lost":
-            log(f"the command died without a commit; for its last step, run python -m jobs status {storage.address()}")
+            log(f"the command died without a commit; for its last step, run python -m jobs status {address}")
             return
         if state == "free" or now is None or now.number > seen.number:
-            log(f"the command has ended; for its result, run python -m jobs status {storage.address()}")
+            log(f"the command has ended; for its result, run python -m jobs status {address}")
             return
         time.sleep(POLL_S)
     raise ClusterError(
         f"{seen.holder} has not stopped within {patience_s:.0f} s and still owns {storage.address()}\n"
         "  the storage of the run may be slow\n"
-        f"  run python -m jobs stop {storage.address()} again, or kill the process on its machine"
+        f"  run python -m jobs stop {address} again, or kill the process on its machine"
     )

@@ -71,6 +71,39 @@ def test_status_distinguishes_killed_and_running_commands(tmp_path: Path):
     assert "not running, " in shown()[1]
 
 
+def test_only_a_command_that_can_be_repeated_is_suggested(tmp_path: Path):
+    run = tmp_path / "my run"
+    (run / "pretrain-1").mkdir(parents=True)
+    (run / "pretrain-1" / "stage.json").write_text("{}")
+    submitted = f"python -m jobs run env:PATCHLINE_RECIPE 'run={run}'"
+    of_job = {"do": "read", "text": f"to resume, run python -m jobs submit RECIPE run='{run}'"}
+    for code, command, step in (
+        (75, "python -m jobs run x.yaml", {"do": "instead", "command": "python -m jobs run x.yaml"}),
+        (75, submitted, of_job),
+        (78, submitted, of_job),
+        (78, "python -m jobs run x.yaml lr=1", {"do": "read", "text": "to resume, run python -m jobs run ITS_RECIPE"}),
+    ):
+        write_status(run, code, "stopped", command)
+        (suggested,) = status_of(run)["next"]
+        assert step.items() <= suggested.items()
+
+
+def test_of_several_unfinished_stages_only_the_last_one_is_running(tmp_path: Path):
+    for name, resumed in (("pretrain-00000001", 30.0), ("pretrain-00000002", 20.0), ("finetune-00000003", 40.0)):
+        (tmp_path / name).mkdir()
+        artifacts.write_record(tmp_path / name / "stage.json", {"started": resumed - 15, "resumed": resumed})
+    artifacts.write_record(tmp_path / "finetune-00000003" / "done.json", {"seconds": 1.0})
+    write_status(tmp_path, None, "running", "python -m jobs run x.yaml --fresh")
+    Lease(Folder(tmp_path), print).take()
+
+    def states(path: Path) -> dict[str, str]:
+        return {stage["folder"].rpartition("/")[2]: stage["state"] for stage in status_of(path)["stages"]}
+
+    expected = {"pretrain-00000001": "running", "pretrain-00000002": "unfinished", "finetune-00000003": "done"}
+    assert states(tmp_path) == expected
+    assert states(tmp_path / "pretrain-00000002") == {"pretrain-00000002": "unfinished"}
+
+
 def test_notices_of_the_last_attempt_are_shown_until_they_end(tmp_path: Path):
     (tmp_path / "pretrain-1").mkdir()
     (tmp_path / "pretrain-1" / "stage.json").write_text("{}")

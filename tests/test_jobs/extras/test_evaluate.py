@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from data.checks import check_name
 from data.errors import UsageError
 from jobs.__main__ import COMMANDS
-from jobs.extras.evaluate import evaluate, name_of
+from jobs.extras.evaluate import evaluate, is_setting, name_of, set_name_of
 
 pytestmark = pytest.mark.quick
 
@@ -28,6 +29,21 @@ CONTEXT: Any = SimpleNamespace(obj=COMMANDS)  # of typer
 )
 def test_a_data_set_is_named_after_its_folder_or_file(path, name):
     assert name_of(path) == name
+
+
+def test_sets_get_names_that_a_recipe_allows():
+    for path in ("shards/größe 1", "s/" + "x" * 200, "s/v1.5"):
+        check_name(set_name_of(path), "a data set", "rename it")
+    assert set_name_of("shards/größe 1") == "gr--e-1"
+
+
+def test_paths_with_an_equals_sign_are_data_sets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=0.1" / "parts").mkdir(parents=True)
+    for path in ("lr=0.1", "lr=0.1/test", "runs/lr=0.1/parts/test", f"{tmp_path}/k=1", "s3://bucket/k=1/test"):
+        assert not is_setting(path)
+    for setting in ("train=runs/lr=0.1/parts/train", "knn.k=[20]", "cluster.workers=4"):
+        assert is_setting(setting)
 
 
 def test_evaluate_without_a_data_set_suggests_a_command():

@@ -8,6 +8,7 @@ import pytest
 
 from data.errors import UsageError
 from jobs.extras.history import StageHistory, flat, read_run, result_of
+from jobs.run.log import write_status
 from pipeline import artifacts
 from tests.support.paged_runs import make_run
 
@@ -81,3 +82,10 @@ def test_a_path_without_a_run_is_refused_with_the_runs_next_to_it(shards: Path, 
     make_run(tmp_path / "runs" / "x", shards, steps=4)
     with pytest.raises(UsageError, match=r"no run at .*y\n[\s\S]*\n  runs in .*/runs: x$"):
         read_run(tmp_path / "runs" / "y")
+
+
+def test_the_recipe_of_a_submitted_job_is_not_suggested_for_resuming(tmp_path: Path) -> None:
+    (tmp_path / "pretrain-1a2b3c4d").mkdir()
+    artifacts.write_record(tmp_path / "pretrain-1a2b3c4d" / "stage.json", {"name": "pretrain"})
+    write_status(tmp_path, 75, "stopped", f"python -m jobs run env:PATCHLINE_RECIPE run={tmp_path}")
+    assert read_run(tmp_path).command == "python -m jobs run ITS_RECIPE"

@@ -7,6 +7,7 @@ import pytest
 
 from data.errors import ConfigError
 from jobs.resolved_recipe import Campaign
+from pipeline import artifacts
 from pipeline.config import digest
 from tests.support import campaigns
 
@@ -41,6 +42,20 @@ def test_moving_a_data_set_does_not_change_keys(recipe, shards, tmp_path):
     (tmp_path / "elsewhere").symlink_to(shards)
     assert changed(recipe, f"pretrain.data.train={tmp_path}/elsewhere/train") == set()
     assert "pretrain" in changed(recipe, f"pretrain.data.train={shards}/test")
+
+
+def test_the_key_of_a_figure_depends_on_its_tables_and_not_on_their_paths(recipe, tmp_path):
+    figure = ["pretrain.sweep.seeds=[0,1]", "resize.init=@pretrain.seed-0", "graph.kind=figure"]
+    own = [*figure, "graph.tables.t=@pretrain"]
+    assert keys(recipe, *own)["graph"] != keys(recipe, *own, "pretrain.optim.lr=1")["graph"]
+
+    elsewhere = []
+    for name in ("a", "b", "c"):
+        folder = tmp_path / name
+        folder.mkdir()
+        artifacts.write_record(folder / "sweep.json", {"rows": "other" if name == "c" else "same"})
+        elsewhere.append(keys(recipe, *figure, f"graph.tables.t={folder}")["graph"])
+    assert elsewhere[0] == elsewhere[1] != elsewhere[2]
 
 
 def test_the_key_of_a_stage_without_defaults_is_the_digest_of_its_section_and_its_inputs(recipe):

@@ -26,6 +26,24 @@ def test_checks_stop_at_the_first_error_and_keep_earlier_results(recipe):
     assert results[1].exit_code == ExitCode.CONFIG
 
 
+def test_remedies_for_a_run_of_a_sweep_name_keys_of_the_recipe(recipe):
+    sweep = ["pretrain.sweep.grid.optim.lr=[0.01,0.02]", "resize.init=@pretrain.lr-0.01"]
+    with pytest.raises(ConfigError) as error:
+        campaigns.load(recipe, [*sweep, "pretrain.optim.schedule.warmup_steps=999"])
+    assert str(error.value).startswith("pretrain.lr-0.01: 999 warm-up steps exceed the length")
+    assert "\n  set pretrain.optim.schedule.warmup_steps=2" in str(error.value)
+
+    loaded = campaigns.load(recipe, sweep)
+    stage = loaded.stage("pretrain.lr-0.01")
+
+    def checks(stage: Stage, available: Available) -> Iterator[CheckResult]:
+        yield CheckResult("WARN", "x", f"{stage.name}.a is odd\n  set {stage.name}.a=1")
+
+    changed = Stage(stage.name, campaigns.with_methods(stage.kind, checks=checks), stage.config, stage.source)
+    (result,) = validate(changed, Available(loaded, checks_files=False))
+    assert result.text == "pretrain.lr-0.01.a is odd\n  set pretrain.a=1"
+
+
 def test_a_stage_is_checked_by_the_stages_that_read_it(recipe):
     loaded = campaigns.load(recipe, [])
     calls = []

@@ -69,6 +69,19 @@ def test_prune_deletes_nothing_if_one_of_the_newest_is_bad(run, capsys) -> None:
     assert main(["checkpoints", "prune", str(run), "--keep", "1"]) == 64
 
 
+def test_prune_refuses_a_single_checkpoint_because_it_would_delete_others(run, capsys) -> None:
+    shutil.rmtree(run / "stage" / "checkpoints" / "step-0000000008")
+    for step in (16, 20):
+        shutil.copytree(
+            run / "stage" / "checkpoints" / "step-0000000012", run / "stage" / "checkpoints" / f"step-00000000{step}"
+        )
+    for name in ("step-20", "step-0000000020"):
+        assert main(["checkpoints", "prune", f"{run}/stage/{name}"]) == 64
+        assert "is one checkpoint" in capsys.readouterr().err
+    assert main(["checkpoints", "prune", f"{run}/stage/checkpoints/step-0000000020"]) == 64
+    assert len(committed(run / "stage" / "checkpoints")) == 4
+
+
 def test_prune_deletes_nothing_if_another_stage_has_a_bad_checkpoint(run, tmp_path, capsys) -> None:
     group = WorkerGroup(tmp_path / "good")
     for step in (4, 8, 12):

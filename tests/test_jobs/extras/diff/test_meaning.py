@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jobs.extras.diff import meaning
 from jobs.extras.diff.diff import is_slightly_different
+from pipeline import artifacts
+from tests.support.campaigns import KINDS
+from tests.support.paged_runs import make_run
 from tests.support.recipe_diffs import lines_of, read_shipped_recipes_once, subjects, write_variant
 
 JFT = "table3/vit_jft300m"
@@ -108,3 +112,14 @@ def test_momentum_is_a_fact_of_sgd_only(tmp_path, capsys):
     assert subjects_of(TRANSFER, ["finetune.optim.beta1=0.5"]) == []
     assert subjects_of("table3/vit_i1k", ["pretrain.optim.momentum=0.5"]) == []
     assert subjects_of("table3/vit_i1k", ["pretrain.optim.beta1=0.5"]) == ["optimizer betas, eps and momentum"]
+
+
+def test_keys_of_a_sweeps_run_are_those_of_its_section(tmp_path, shards):
+    folder = make_run(tmp_path / "run", shards)
+    record = artifacts.read_record(folder / "stage.json")
+    for section, expected in (({"section": "pretrain"}, "pretrain"), ({}, "pretrain.lr-0.01")):
+        record.pop("section", None)
+        artifacts.write_record(folder / "stage.json", {**record, "name": "pretrain.lr-0.01", **section})
+        (stage,) = meaning.of_run(tmp_path / "run", KINDS)
+        assert (stage.row, stage.name) == ("pretrain.lr-0.01", expected)
+        assert stage.size_key == f"{expected}.model.image_size"

@@ -8,7 +8,7 @@ import torch
 
 import models
 from jobs.__main__ import main
-from jobs.extras.diff.tensors import has_tensors
+from jobs.extras.diff.tensors import difference_of, has_tensors
 from tests.support.documents import document_of
 
 pytestmark = pytest.mark.quick
@@ -99,3 +99,10 @@ def test_checkpoints_and_weights_are_told_from_recipes_and_runs(
 def test_a_misspelled_path_is_refused(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", str(weights), f"{weights}s"]) == 65
     assert "did you mean" in capsys.readouterr().err
+
+
+def test_bits_are_compared_and_not_values() -> None:
+    nan = torch.tensor([[float("nan"), 1.0]])
+    assert difference_of(lambda: nan, lambda: nan.clone()) == {}
+    assert difference_of(lambda: torch.tensor(0.0), lambda: torch.tensor(-0.0)) == {"largest": 0.0}
+    assert difference_of(lambda: torch.ones(3, 2).T.bfloat16(), lambda: torch.ones(2, 3).bfloat16()) == {}

@@ -214,6 +214,22 @@ def test_a_changed_label_in_a_table_is_named(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.quick
+def test_a_changed_class_list_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = class_folders(tmp_path)
+    listed = tmp_path / "classes.txt"
+    listed.write_text("class0\nclass1\n")
+    recipe = packed(tmp_path, f"{{path: {images}, names: {listed}}}")
+    capsys.readouterr()
+    assert main(["run", recipe]) == 0
+    assert "not packed again" not in capsys.readouterr().out
+    for names in (("class1", "class0"), ("class0", "class1", "class2")):
+        listed.write_text("".join(f"{name}\n" for name in names))
+        assert main(["run", recipe]) == 0
+        changed = "class1, class0" if len(names) == 2 else "class2"
+        out = capsys.readouterr().out
+        assert f"shards: {images} has other classes in {listed} than train: {changed}{AGAIN}" in out
+
+
 def test_other_tars_are_reported_unless_an_earlier_version_packed_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

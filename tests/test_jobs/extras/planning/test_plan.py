@@ -2,7 +2,11 @@
 
 import re
 
+from data.bucket import Bucket
 from jobs.__main__ import main
+from pipeline import artifacts
+from tests.support.campaigns import load
+from tests.support.stores import store
 
 
 def test_plan_describes_the_stages_that_would_run(recipe, capsys):
@@ -17,6 +21,27 @@ def test_plan_describes_the_stages_that_would_run(recipe, capsys):
     # All compute is counted, no stage continues another one, and no value is chosen by a sweep.
     assert re.search(r"^compute        \S+ exaFLOPs$", out, re.MULTILINE)
     assert "  chosen  " not in out
+
+
+def test_plan_finds_checkpoints_in_an_object_store(recipe, capsys):
+    overrides = ["run=s3://images/runs/half", f"cluster.scratch={recipe.parent}"]
+    with store("s3", {}):
+        stage = load(recipe, overrides).stage("pretrain")
+        manifest = f"pretrain-{stage.key[:8]}/checkpoints/step-0000000008/MANIFEST.json"
+        Bucket("s3://images/runs/half", recipe.parent / "here").put(manifest, b"{}")
+        assert main(["plan", str(recipe), *overrides]) == 0
+    out = capsys.readouterr().out
+    assert f"pretrain (pretrain, key {stage.key[:8]}): unfinished, would resume from its newest checkpoint" in out
+
+
+def test_a_stage_with_a_similar_name_has_not_run_before(recipe, capsys):
+    other = recipe.parent / "run" / "finetune-b-00000000"
+    other.mkdir(parents=True)
+    artifacts.write_record(other / "stage.json", {"resumed": 1.0})
+    artifacts.write_record(other / "done.json", {"finished": 1.0})
+    assert main(["plan", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^finetune \(.*\): would run$", out, re.MULTILINE)
 
 
 def test_plan_shows_when_and_in_which_buckets_gradients_are_reduced(recipe, capsys):

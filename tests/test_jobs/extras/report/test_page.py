@@ -403,6 +403,18 @@ def test_a_page_of_a_million_steps_is_small_and_keeps_outliers(tmp_path, shards,
     assert row[3:] == ["0.25 (step 123,457)", "77.5 (step 654,322)"]
 
 
+def test_the_verdict_is_about_the_stage_that_was_started_last(tmp_path, shards):
+    folder = make_run(tmp_path / "run", shards)
+    record = artifacts.read_record(folder / "stage.json")
+    artifacts.write_record(folder / "stage.json", {**record, "resumed": record["started"] + 20})
+    other = tmp_path / "run" / "pretrain-00000000"
+    other.mkdir()
+    times = {"started": record["started"] + 10, "resumed": record["started"] + 10}
+    artifacts.write_record(other / "stage.json", {**record, **times, "name": "abandoned"})
+    write_status(tmp_path / "run", 75, "stopped", "python -m jobs run tiny.yaml")
+    assert "pretrain at step 24 of 24" in page.verdict(read_run(tmp_path / "run"))
+
+
 def test_the_verdict_gives_the_state_of_the_run_and_the_reason_for_waiting(tmp_path, shards):
     folder = make_run(tmp_path / "run", shards)
 

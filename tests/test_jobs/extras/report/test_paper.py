@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from fontTools.ttLib import TTFont
 
+from jobs.extras.history import read_run
+from jobs.extras.report import page, paper
 from jobs.extras.report.paper import write_figures
+from pipeline import artifacts
 from tests.support.paged_runs import add, make_run
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -114,3 +117,32 @@ def test_one_run_has_a_figure_for_each_stage_with_intervals(figures, tmp_path):
     text = next(path for name, path in written.items() if name.endswith("held-out-accuracy.svg")).read_text()
     assert "LineCollection" in text, "error bars"
     assert "legend" not in text
+
+
+def test_runs_with_equal_names_are_compared_and_have_their_own_figures(tmp_path, shards, monkeypatch):
+    runs = []
+    for name in ("a", "b"):
+        run = make_run(tmp_path / name / "x" / "my run", shards).parent
+        (run / "figure-00000000").mkdir()
+        for file in ("stage.json", "figure.json"):
+            artifacts.write_record(run / "figure-00000000" / file, {"name": "figure"})
+        runs.append(run)
+    drawn = []
+
+    def write(record, path, suffixes):
+        drawn.append(path)
+        return [path.with_name(path.name + suffix) for suffix in suffixes]
+
+    monkeypatch.setattr(paper, "write_study_chart", write)
+    written = write_figures(runs, tmp_path / "figures")
+    assert len(set(written)) == len(written)
+    assert len(set(drawn)) == 2
+    assert {path.parent for path in drawn} == {tmp_path / "figures"}
+    (compared,) = page.compare_values(list(map(read_run, runs)))["compared"]
+    assert compared["runs"] == 2
+
+    # Figures can also be named by the folders of their stages.
+    drawn.clear()
+    write_figures([run / "figure-00000000" for run in runs], tmp_path / "figures")
+    assert len(set(drawn)) == 2
+    assert {path.parent for path in drawn} == {tmp_path / "figures"}

@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from data.index.document import load_index
+from jobs.extras.studies.axes import axes_of
+from pipeline import artifacts, variables
 from tests.support.campaigns import load
 from tests.support.sweep_tables import finish, make_table
 
@@ -45,3 +48,23 @@ def test_the_axes_equal_those_of_table_6(tmp_path):
     assert log[-2].split() == heading.split()
     assert log[-1].split()[:4] == ["pretrain", "99.9M", "17.58", "223.7"]
     assert (loaded.directory(loaded.stage("pretrain")) / "report.txt").read_text().splitlines()[-2:] == log[-2:]
+
+
+def test_the_size_of_a_training_set_is_known_if_its_path_has_an_environment_variable(recipe, shards, monkeypatch):
+    """Records have the variable instead of its value; the value may change after the run."""
+    monkeypatch.setenv("PL_TEST_SHARDS", str(shards))
+    monkeypatch.setattr(variables, "_values", {})
+    variables.note_values({"PL_TEST_SHARDS": str(shards)})
+    loaded = load(recipe, ["pretrain.steps=1", "pretrain.optim.schedule.warmup_steps=0"])
+    stage = loaded.stage("pretrain")
+    folder = finish(loaded, "pretrain", 0.5)
+    report = {"kind": "train", "attempt": 1, "time": 11.0, "seconds": 1.0, "wait": 0.0, "step": 1, "steps": 1}
+    report |= {"losses": [1.0], "samples_seen": 8, "stalled_s": 0.0, "evaluated_s": 0.0}
+    start = {"kind": "start", "attempt": 1, "time": 10.0, "claimed": 9.0, "step": 0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (start, report)))
+    inputs = variables.recorded({"data.train": {"path": f"{shards}/train"}})
+    assert "oc.env" in inputs["data.train"]["path"]
+    artifacts.write_record(folder / "provenance.json", {"inputs": inputs})
+    assert axes_of(stage, folder)["images"] == load_index(f"{shards}/train").samples
+    monkeypatch.setenv("PL_TEST_SHARDS", "/moved/elsewhere")
+    assert "images" not in axes_of(stage, folder)

@@ -13,6 +13,7 @@ from jobs.extras.submit.portable import portable
 from jobs.resolved_recipe import Sections, StageSection
 from pipeline.config import resume_tags
 from pipeline.recipe import read_recipe
+from tests.support import campaigns
 from tests.support.campaigns import KINDS
 
 pytestmark = pytest.mark.quick
@@ -279,3 +280,21 @@ def test_paths_in_a_sweep_become_absolute_in_a_submitted_job(tmp_path):
 @pytest.mark.parametrize("kind", [SweepConfig, TableConfig])
 def test_every_field_has_a_resume_tag(kind):
     assert set(resume_tags(kind)) == {field.name for field in dataclasses.fields(kind)}
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("pretrain.sweep.groups.g=3", "pretrain.sweep.groups.g is 3, expected a list of strings"),
+        ("pretrain.sweep.groups.g=[{a: 1}]", "pretrain.sweep.groups.g is {a: 1}, expected a string"),
+        ("pretrain.sweep.each.a.grid=", "pretrain.sweep: each.a.grid is None, expected a section of fields"),
+        ("pretrain.sweep.each.a.held_out=x", "pretrain.sweep: each.a.held_out is 'x', expected a section of fields"),
+        ("graph={kind: figure, tables: {t: []}}", "graph.tables.t is [], expected a string"),
+        ("cluster.environment.A={b: 1}", "cluster.environment.A is {b: 1}, expected a string"),
+        ("budget=[1]", "budget is [1], expected a number of exaFLOPs greater than 0"),
+    ],
+)
+def test_values_of_a_wrong_type_are_errors_of_the_recipe(recipe, override, problem):
+    with pytest.raises(ConfigError) as error:
+        campaigns.load(recipe, [override])
+    assert str(error.value).startswith(problem)
