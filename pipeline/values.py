@@ -229,15 +229,6 @@ def duration(seconds: float) -> str:
     return f"{total}s"
 
 
-def milliseconds(seconds: float) -> str:
-    """Format a short duration in seconds as "0.31 ms", "412 ms" or "3.2 s"."""
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    if seconds >= 0.01:
-        return f"{1000 * seconds:.0f} ms"
-    return f"{1000 * seconds:.2f} ms"
-
-
 def counted(number: int, noun: str) -> str:
     """Format a count with its noun: "1 node", "3 nodes", "2 stretches", "5 classes"."""
     if number == 1:

@@ -18,7 +18,6 @@ How a shard gets into the cache (`Cache.path`):
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import file_digest
-from io import BufferedRandom, BufferedReader
+from io import BufferedReader
 from pathlib import Path
-from tempfile import TemporaryFile
 
 from data.checks import redacted
 from data.errors import DataError, StorageError
@@ -37,7 +35,7 @@ from data.index.index import Index
 from data.index.shard import Shard
 from data.order import Mixture, Order
 from data.remote.config import PIECE, CacheConfig, shards_of
-from data.remote.urls import Answer, Retry, never, read_range, refuse_error_page
+from data.remote.urls import Answer, Retry, never, read_range
 
 ABANDONED_S = 3600  # a download without growth for this long has no owner and may be evicted
 
@@ -167,22 +165,6 @@ class Cache:
             os.utime(part)
         self.progress()
 
-    @contextmanager
-    def temporary_copy(self, url: str, size: int) -> Iterator[BufferedRandom]:
-        """Context manager that yields a temporary local copy of a remote shard that has no index yet."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.make_room(size)
-        # A file without a name: the system deletes it when this process ends for any reason.
-        with TemporaryFile(dir=self.directory) as file:
-            while file.tell() < size:
-                piece = self.read(url, file.tell(), min(file.tell() + PIECE, size))
-                # The store may have given the size of an error page: no tar is such a page.
-                if file.tell() == 0:
-                    refuse_error_page(url, piece)
-                file.write(piece)
-            file.flush()
-            yield file
-
     def read(self, url: str, start: int, stop: int, waiting: Callable[[], object] | None = None) -> bytes:
         """Return bytes start … stop−1 of a URL, or fewer if the response ends early."""
         return self.with_retries(url, partial(read_range, url, start, stop, self.cfg.timeout_s), waiting)
@@ -201,12 +183,6 @@ class Cache:
             raise DataError(f"{redacted(url)}: this shard or its bucket does not exist") from None
 
     # ------------------------------------------------------------------------------------------ eviction
-
-    def has_disk_for(self, size: int) -> bool:
-        """Return whether a file fits within the limit, and leaves a tenth of the disk free."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        disk = shutil.disk_usage(self.directory)
-        return size <= self.cfg.limit_bytes and disk.free - size > disk.total / 10
 
     def make_room(self, size: int) -> None:
         """Delete the least recently used shards until `size` more bytes fit within the limit.

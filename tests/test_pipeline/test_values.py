@@ -5,7 +5,7 @@ from typing import Any, Literal
 import pytest
 
 from data.errors import ConfigError
-from pipeline.values import amount, counted, duration, milliseconds, read_value, shown, significant
+from pipeline.values import amount, counted, duration, read_value, shown, significant
 
 pytestmark = pytest.mark.quick
 
@@ -106,11 +106,6 @@ def test_amounts_are_short(value, text):
 )
 def test_count_has_the_plural_of_its_noun(number, noun, text):
     assert counted(number, noun) == text
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.00031, "0.31 ms"), (0.412, "412 ms"), (3.24, "3.2 s")])
-def test_short_times_are_in_milliseconds(seconds, text):
-    assert milliseconds(seconds) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.423, "0.4230"), (2.8412, "2.841"), (12_345.6, "12.3k")])

@@ -19,17 +19,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import file_digest, sha256
 from io import BufferedRandom, BufferedReader
 from pathlib import Path
 from shlex import quote
+from tempfile import TemporaryFile
 from urllib.parse import urlsplit
 
 from braceexpand import braceexpand
@@ -60,8 +62,8 @@ from data.index.names import (
 from data.index.shard import SampleRow, Shard, table_path, write_table
 from data.optional import load_optional
 from data.remote.cache import Cache
-from data.remote.config import CacheConfig
-from data.remote.urls import HUB, check_url
+from data.remote.config import PIECE, CacheConfig
+from data.remote.urls import HUB, check_url, refuse_error_page
 
 MAX_ERRORS = 20  # unusable shards that an error lists individually
 DECODED = 4  # samples decoded per shard
@@ -210,9 +212,33 @@ class IndexJob:
         place = f"{self.directory}/{self.name}"
         if self.cache is None:
             return open(place, "rb")
-        if self.sha256 and self.cache.has_disk_for(self.bytes):
+        if self.sha256 and has_disk_for(self.cache, self.bytes):
             return self.cache.opened(place, Shard(self.name, 0, self.bytes, self.sha256))
-        return self.cache.temporary_copy(place, self.bytes)
+        return temporary_copy(self.cache, place, self.bytes)
+
+
+def has_disk_for(cache: Cache, size: int) -> bool:
+    """Return whether a file fits within the cache's limit, and leaves a tenth of the disk free."""
+    cache.directory.mkdir(parents=True, exist_ok=True)
+    disk = shutil.disk_usage(cache.directory)
+    return size <= cache.cfg.limit_bytes and disk.free - size > disk.total / 10
+
+
+@contextmanager
+def temporary_copy(cache: Cache, url: str, size: int) -> Iterator[BufferedRandom]:
+    """Context manager that yields a temporary local copy of a remote shard that has no index yet."""
+    cache.directory.mkdir(parents=True, exist_ok=True)
+    cache.make_room(size)
+    # A file without a name: the system deletes it when this process ends for any reason.
+    with TemporaryFile(dir=cache.directory) as file:
+        while file.tell() < size:
+            piece = cache.read(url, file.tell(), min(file.tell() + PIECE, size))
+            # The store may have given the size of an error page: no tar is such a page.
+            if file.tell() == 0:
+                refuse_error_page(url, piece)
+            file.write(piece)
+        file.flush()
+        yield file
 
 
 def index_shard(job: IndexJob) -> Record | str:

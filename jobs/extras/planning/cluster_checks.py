@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from data.files import memory_text, size_text
-from jobs.extras.planning.stage_checks import CheckVerdict
+from jobs.extras.planning.stage_checks import CheckVerdict, milliseconds
 from pipeline.extras.preflight.folder import FolderReport
 from pipeline.extras.preflight.network import PairTime
 from pipeline.extras.preflight.worker import PreflightReport
 from pipeline.identity import DEVICE, MUST_BE_EQUAL, SHOULD_BE_EQUAL, Identity, code_mismatch, differences, worker_name
 from pipeline.process_group import SKEW_S
-from pipeline.values import counted, milliseconds
+from pipeline.values import counted
 
 LONG_SAVE_S = 60.0
 SHM_WITH_GPUS = 2**30  # bytes; NCCL's manual recommends --shm-size=1g

@@ -17,7 +17,7 @@ import models
 from data.files import memory_text
 from data.order import shares as shares_of
 from jobs.extras.planning.checks import STAGE, results
-from jobs.extras.planning.stage_checks import TrainedFacts
+from jobs.extras.planning.stage_checks import TrainedFacts, milliseconds
 from jobs.extras.planning.trial import trial_key
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
 from pipeline.engine.settings import Settings, bucket_size, engine_settings
@@ -36,7 +36,7 @@ from pipeline.extras.plan.cost import (
 from pipeline.extras.plan.trial import read_trials
 from pipeline.training_config import flops_of, has_one_shape
 from pipeline.training_data import batch_arithmetic, cache_line, steps_of, training_order
-from pipeline.values import amount, counted, duration, milliseconds
+from pipeline.values import amount, counted, duration
 
 MIN_GAIN = 0.01  # another save_every is suggested if it saves at least this fraction of a stage's time
 

@@ -226,3 +226,12 @@ def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float
     except (DataError, OSError):
         return None
     return images / max(process_time() - start, 1e-9)
+
+
+def milliseconds(seconds: float) -> str:
+    """Format a short duration in seconds as "0.31 ms", "412 ms" or "3.2 s"."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    if seconds >= 0.01:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{1000 * seconds:.2f} ms"

@@ -23,7 +23,7 @@ from data.errors import ConfigError, DataError
 from jobs.cluster.ray import connect, disconnect
 from jobs.extras.planning.checks import STAGE, results
 from jobs.extras.planning.run_folders import temporary_run
-from jobs.extras.planning.stage_checks import TrainedFacts
+from jobs.extras.planning.stage_checks import TrainedFacts, milliseconds
 from jobs.recipe import class_names
 from jobs.recipe.references import with_field
 from jobs.resolved_recipe import Available, Campaign, Context, Stage
@@ -36,7 +36,7 @@ from pipeline.identity import git_commit
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import ScheduleConfig
 from pipeline.training_config import ProbeConfig, TrainConfig
-from pipeline.values import amount, counted, milliseconds
+from pipeline.values import amount, counted
 
 
 def trial(campaign: Campaign, only: str | None) -> list[dict[str, Any]]:

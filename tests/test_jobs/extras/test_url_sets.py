@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from data.errors import ConfigError
+from data.extras.shards import indexing
 from data.extras.shards.packing import pack
 from data.extras.sources.samples import digits
 from data.index.index import Index
-from data.remote import cache
 from data.seal import unseal
 from jobs.__main__ import main
 from jobs.extras.url_sets import with_indexed_urls
@@ -109,7 +109,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Index]:
 def server(sets: dict[str, Index], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
     # Tars stay in the cache if the disk has room, which this test machine may not have.
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: SimpleNamespace(total=100 << 30, free=50 << 30))
+    monkeypatch.setattr(indexing.shutil, "disk_usage", lambda path: SimpleNamespace(total=100 << 30, free=50 << 30))
     files = {}
     for name, index in sets.items():
         for number, shard in enumerate(index.shards):

@@ -11,7 +11,7 @@ from data.extras.sources.samples import digits
 from data.images.augment import AugmentConfig
 from data.index.shard import Shard
 from jobs.__main__ import main
-from jobs.extras.planning.stage_checks import GPU_FLOPS, TrainedFacts, cores, images_per_cpu_s
+from jobs.extras.planning.stage_checks import GPU_FLOPS, TrainedFacts, cores, images_per_cpu_s, milliseconds
 from tests.support.campaigns import load
 
 
@@ -56,3 +56,8 @@ def test_decoding_speed_is_that_of_the_first_shard_with_samples(tmp_path: Path) 
     empty = replace(index, shards=(Shard("empty.tar", 0, 0, ""),))
     assert images_per_cpu_s(empty, 16, AugmentConfig()) is None
     assert images_per_cpu_s(replace(index, shards=empty.shards + index.shards), 16, AugmentConfig()) > 0
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.00031, "0.31 ms"), (0.412, "412 ms"), (3.24, "3.2 s")])
+def test_short_times_are_in_milliseconds(seconds, text):
+    assert milliseconds(seconds) == text
