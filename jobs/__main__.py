@@ -109,9 +109,10 @@ KINDS = {
     "figure": "jobs.extras.studies.figure:Figure",
 }
 
-# Outputs of a run other than the terminal: the HTML report, Prometheus gauges, experiment trackers
+# Outputs of a run other than its log: suggested commands, the HTML report, Prometheus gauges, experiment trackers
 # (jobs/run/watchers.py).
 WATCHERS = (
+    "jobs.extras.next_commands:NextCommands",
     "jobs.extras.report.page_watcher:PageWatcher",
     "jobs.extras.monitor.gauges:Gauges",
     "jobs.extras.monitor.trackers:Trackers",

@@ -3,12 +3,10 @@
 - `RunLog` prints the lines of the workers and of the driver, and writes them to log.txt.
 - `status_file` maintains status.json: whether the command is running, or how it ended. The exit code is not enough,
   because Ray Jobs reports only 0 or 1.
-- `log_table` logs the results of all stages, and `log_next` the commands to run next.
+- `log_table` logs the results of all stages, and the run's path or URL.
 """
 
 import json
-import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +18,10 @@ from data.checks import printable_lines
 from data.errors import ExitCode, exit_code
 from data.files import error_text, write_with_reserve
 from jobs.ownership import Lease
-from jobs.resolved_recipe import Campaign, Context, Stage
+from jobs.resolved_recipe import Context
 from jobs.run.reading import StatusMessage, outcome_of, size_of
 from jobs.run.watchers import Watcher
-from jobs.stage_folders import STAGE_FOLDER
-from jobs.terminal import CLOSE_S, COMMAND, Terminal, activity, write_last
-from pipeline.artifacts import DIVERGED
+from jobs.terminal import CLOSE_S, Terminal, activity, write_last
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import append_whole
 from pipeline.values import counted, duration
@@ -238,45 +234,3 @@ def result_parts(row: Mapping[str, Any]) -> list[str]:
             if row.get(name):
                 parts.append(f"{row[name]} {name}")
     return parts
-
-
-def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
-    """Log the run's path or URL and, if there are weights, example commands that use those of the last section.
-
-    If the last section is a sweep, the commands name the weights with the best accuracy.
-    """
-    address = campaign.storage.address()
-    log(f"run: {address}")
-    stage: Stage | None = None
-    best = 0.0
-    for row in rows:
-        made = campaign.stage(row["stage"])
-        accuracy = row.get("metrics", {}).get("accuracy", 0.0)
-        is_first = stage is None or made.source != stage.source
-        if made.kind.makes_weights and DIVERGED not in row and (is_first or accuracy > best):
-            stage = made
-            best = accuracy
-    if stage is None:
-        return
-    is_vit = stage.model is not None and stage.model.family == "vit"
-    evaluated = campaign.path_of(stage.config.data.evaluate) if stage.kind.trains else None
-    # Relative to the current directory, if possible.
-    run = os.path.relpath(address) if Path(address).is_relative_to(Path.cwd()) else address
-    weights = f"{run}/{stage.name}"
-    commands = [["report", run, "--open"]]
-    if evaluated is not None:
-        if Path(evaluated).is_relative_to(Path.cwd()):
-            evaluated = os.path.relpath(evaluated)
-        # A data set packed by this run is addressed by its stage, like the weights.
-        made_by = STAGE_FOLDER.fullmatch(Path(evaluated).parent.name)
-        if made_by is not None and Path(evaluated).parents[1] == Path(run):
-            evaluated = f"{run}/{made_by['name']}/{Path(evaluated).name}"
-        commands.append(["evaluate", weights, evaluated])
-    commands.append(["export", weights, "exported", "--format", "timm" if is_vit else "safetensors"])
-    log("next, for example:")
-    for command in commands:
-        log(f"  {COMMAND} {shlex.join(command)}")
-    if best and stage.kind.trains and stage.config.init is None:
-        length = f"steps={2 * stage.config.steps}" if stage.config.steps else f"passes={2 * stage.config.passes:g}"
-        log("for better accuracy: use more images or pretrained weights (`new` with --init), or train longer:")
-        log(f"  {COMMAND} run RECIPE {stage.source}.{length}")

@@ -32,7 +32,7 @@ from jobs.recipe.records import changed_warnings
 from jobs.recipe.references import with_values
 from jobs.recipe.validate import refuse, validate_all
 from jobs.resolved_recipe import Campaign, Context, Stage
-from jobs.run.log import RunLog, log_next, log_table, status_file
+from jobs.run.log import RunLog, log_table, status_file
 from jobs.run.stage_run import run_stage
 from jobs.run.sync import synced
 from jobs.run.watchers import Watcher, Watchers
@@ -82,7 +82,8 @@ def run_campaign(
                 rows.append(session.run_or_skip(stage.name))  # 7
             stopper.is_run_done = True
             log_table(rows, log)  # 8
-            log_next(session.campaign, rows, log)
+            log(f"run: {campaign.storage.address()}")
+            watching.finished(session.campaign, rows)
             return rows
     finally:
         watching.close()  # 10

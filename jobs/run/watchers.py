@@ -10,15 +10,17 @@ Each command calls, in this order:
 1. `started`, after the command has acquired the run's lease;
 2. for each stage, unless it is skipped: `stage`, then `status` about twice a second while its workers run. The
    first message of a stage has the state "waiting", and the last message the state "ended";
-3. `ended`, after status.json was written. It is not called if another command has taken over the run;
-4. `close`, after the run's lease was released.
+3. `finished`, if all stages have finished;
+4. `ended`, after status.json was written. It is not called if another command has taken over the run;
+5. `close`, after the run's lease was released.
 
 An exception in a watcher is logged once, and the run continues.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pkgutil import resolve_name
+from typing import Any
 
 from data.checks import one_line
 from data.errors import Preempted, RunOwned
@@ -40,6 +42,9 @@ class Watcher:
 
     def status(self, message: StatusMessage) -> None:
         """Show the stage's status. The driver's loop calls this method, so it must return at once."""
+
+    def finished(self, campaign: Campaign, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show the results of all stages, one row each, as `run_campaign` returns them; the table has been logged."""
 
     def ended(self) -> None:
         """Show how the command ended; the command still holds the run's lease."""
@@ -100,6 +105,12 @@ class Watchers:
             for watcher in self.watchers:
                 with self.failures_logged(watcher):
                     watcher.status(message)
+
+    def finished(self, campaign: Campaign, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send the results of all stages to every watcher."""
+        for watcher in self.watchers:
+            with self.failures_logged(watcher):
+                watcher.finished(campaign, rows)
 
     def close(self) -> None:
         """Close the watchers in reverse order, the terminal last, because the other watchers print to it."""
