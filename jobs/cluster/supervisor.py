@@ -137,10 +137,12 @@ def supervise(
             made_progress = not is_end_of_stage and last_step(context) > step_before
             if made_progress:
                 sizes.record_commit(world, {link.agent.node_id for link in group.links})
+                history.failures = 0
             # 8. Not if a stop is requested too.
             was_requested = growth.target is not None or bool(group.drain_events)
             if error.exit_code == ExitCode.PREEMPTED and was_requested and not context.stop_requested():
                 move(attempt, nodes, sizes)
+                history.last_cause = ""  # this attempt did not fail
                 continue
             # 9.
             if isinstance(error, Preempted):
@@ -355,7 +357,8 @@ def recover(
 
     # f. A new checkpoint is progress even if the attempt was short, so the number of such restarts is not limited. An
     # exception that repeats after one restart ends the stage; a death, which has no kind, may have been chance.
-    history.failures = 0 if made_progress else history.failures + 1
+    if not made_progress:
+        history.failures += 1
     is_same_again = failure.kind != "" and failure.cause == history.last_cause and history.failures > 0
     history.last_cause = failure.cause
     start = restart_point(context)

@@ -239,6 +239,16 @@ def test_a_stage_moves_off_nodes_grows_and_falls_back_without_a_restart(tmp_path
     assert stand.seconds == 1000
 
 
+@pytest.mark.parametrize("failing", [[DIES, DIES, DIES], [RAISES]])
+def test_failures_before_a_move_with_a_commit_do_not_count_as_attempts_in_a_row(failing, tmp_path, monkeypatch) -> None:
+    moves = Ends("Preempted: at 5", 75, drained=(1,), commits=5)
+    stand = Stand(tmp_path, [*failing, moves, *failing, Ends()])
+    assert stand.supervise(monkeypatch) == VALUE
+    # The wait before a restart starts again at 5 s.
+    waits = [5, 10, 20][: len(failing)]
+    assert stand.seconds - 1000 == pytest.approx(2 * sum(waits), abs=0.21 * 2 * len(waits))
+
+
 @pytest.mark.parametrize(
     "cause", ["killed by the out-of-memory killer", "OutOfMemoryError: CUDA", "bad_alloc", "other"]
 )
