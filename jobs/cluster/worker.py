@@ -182,8 +182,9 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
         end = {
             **record,
             "ended": time.time(),
-            # sys.exit("some text") is reported like a failure without an exit code.
-            "exit_code": exit_code if isinstance(exit_code, int) else None,
+            # sys.exit("some text") is reported like a failure without an exit code. So is sys.exit(0): the function has
+            # not returned, and the command must not exit with 0.
+            "exit_code": exit_code if isinstance(exit_code, int) and exit_code % 256 else None,
             "kind": type(error).__name__,
             "error": error_text(error) if isinstance(error, OSError) else str(error),
             "traceback": trace[-MAX_TRACEBACK_LENGTH:],
