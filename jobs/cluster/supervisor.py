@@ -241,7 +241,8 @@ def write_incident(
 
     clock = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
-        with open(context.directory / "incidents.txt", "a") as file:
+        # Independent of the locale, which may not be able to encode a name or a message.
+        with open(context.directory / "incidents.txt", "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{clock} attempt {attempt}: {failure}\n{failure.traceback}\n")
     except OSError as refused:
         # A full disk may be the incident itself: log the incident, and let the supervisor continue.

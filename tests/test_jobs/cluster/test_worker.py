@@ -98,3 +98,20 @@ def test_exit_code_that_would_mean_success_is_not_a_requested_exit_code(tmp_path
     attempt.mkdir()
     record = record_of(attempt, "exec", f"raise SystemExit({code})")
     assert (record["kind"], record["exit_code"]) == ("SystemExit", expected)
+
+
+def test_error_with_a_file_name_that_is_not_utf8_can_be_logged(tmp_path) -> None:
+    attempt = tmp_path / "attempt"
+    attempt.mkdir()
+    record = record_of(attempt, "exec", r"open(b'/missing/\xe9.tar'.decode('utf-8', 'surrogateescape'))")
+    assert record["error"] == r"No such file or directory: /missing/\udce9.tar"
+    assert json.dumps(record, ensure_ascii=False).encode()
+
+
+def test_very_long_error_fits_into_the_space_reserved_for_it(tmp_path) -> None:
+    attempt = tmp_path / "attempt"
+    attempt.mkdir()
+    record = record_of(attempt, "exec", "raise ValueError('no compiler: ' + 10**7 * 'x' + '; set CC')")
+    assert len(json.dumps(record)) < worker.RECORD_RESERVE_BYTES
+    assert record["error"].startswith("no compiler: x")
+    assert record["error"].endswith("x; set CC")
