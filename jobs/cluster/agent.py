@@ -316,7 +316,7 @@ class Agent:
                         elif reply.exit_code == -signal.SIGKILL and self.oom_kills.are_recent():
                             death = "killed by the out-of-memory killer"
                         else:
-                            death = f"killed by {signal.Signals(-reply.exit_code).name}"
+                            death = f"killed by {signal_name(-reply.exit_code)}"
                         for worker in self.workers.values():
                             if worker.pid == reply.pid and not worker.has_ended:
                                 worker.death = death
@@ -393,6 +393,14 @@ class OomKills:
             self.counts.popleft()
         _, kills_before = self.counts[0]
         return kills > kills_before
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, such as "SIGKILL"; most real-time signals have none in Python: "signal 35"."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def current_umask() -> int:

@@ -55,6 +55,7 @@ ENDS = [
     (-9, {"started": 1.0}, (3, 3), "killed by SIGKILL"),
     (-9, {"started": 1.0}, (3, 4), "killed by the out-of-memory killer"),
     (-11, None, (3, 4), "killed by SIGSEGV"),
+    (-35, None, (3, 3), "killed by signal 35"),  # a real-time signal
     (0, {"started": 1.0, "ended": 2.0}, (3, 3), ""),
     (-9, {"started": 1.0, "ended": 2.0}, (3, 4), ""),
 ]
