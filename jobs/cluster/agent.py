@@ -129,6 +129,7 @@ class Agent:
         self.folder = Path()  # the attempt's folder
         self.workers: dict[int, WorkerState] = {}  # workers of the running attempt, by rank
         self.ended_pids: set[int] = set()  # pids of this attempt's ended workers
+        self.unwanted_forks = 0  # workers of ended attempts that a slow fork server has not forked yet
         self.files: NodeFiles | None = None
         self.stopped_since = math.inf  # when the fork server was first seen stopped by a signal; inf if it runs
         self.fault = ""  # why the fork server was killed in this attempt
@@ -152,6 +153,7 @@ class Agent:
         with self.changed:
             if self.server is None:
                 self.server = ForkServer(self.base, has_gpus=self.has_gpus)
+                self.unwanted_forks = 0
                 threading.Thread(
                     target=self._process_replies, args=(self.server,), name="fork server", daemon=True
                 ).start()
@@ -279,6 +281,7 @@ class Agent:
                     process = psutil.Process(pid)
                     while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
                         time.sleep(0.01)
+            self.unwanted_forks += sum(not state.pid and not state.has_ended for state in self.workers.values())
             self.workers = {}
             self.ended_pids = set()
             self.port = 0
@@ -303,6 +306,10 @@ class Agent:
                 with self.changed:
                     if isinstance(reply, Listening):
                         self.port = reply.port
+                    elif isinstance(reply, Forked) and self.unwanted_forks:
+                        # The fork server replies in the order of the requests.
+                        self.unwanted_forks -= 1
+                        kill_group(reply.pid)
                     elif isinstance(reply, Forked):
                         self.workers[reply.rank].pid = reply.pid
                     elif isinstance(reply, WorkerEnded):

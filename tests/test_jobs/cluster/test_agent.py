@@ -183,6 +183,23 @@ def test_ending_an_attempt_kills_living_workers_and_waits_for_the_fork_server(se
     assert sleeper.wait(60) == -9
 
 
+def test_worker_forked_after_the_end_of_its_attempt_is_killed(served, tmp_path, monkeypatch) -> None:
+    """A fork server that imports for longer than END_S forks the workers of an attempt that has already ended."""
+    under_test, server = served
+    monkeypatch.setattr(agent, "END_S", 0.1)
+    under_test.start(order_of(tmp_path, 0, 1))
+    hear(under_test, server, Forked(0, 4_100_000))
+    hear(under_test, server, WorkerEnded(4_100_000, 0))
+    under_test.end()
+    under_test.start(order_of(tmp_path, 2))
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as late:
+        hear(under_test, server, Forked(1, late.pid))
+        assert late.wait(10) == -9
+    hear(under_test, server, WorkerEnded(late.pid, -9))
+    hear(under_test, server, Forked(2, 4_100_002))
+    assert under_test.poll(0, 0.0, {}).workers == [WorkerState(2, 4_100_002)]
+
+
 def test_another_process_with_the_pid_of_an_ended_worker_survives(served, tmp_path) -> None:
     """The kernel reuses pids: after a worker has ended, its pid can belong to a process of somebody else."""
     under_test, server = served
