@@ -39,7 +39,7 @@ import psutil
 
 from data.errors import StorageError
 from data.files import is_own, open_regular
-from jobs.cluster.fork_server import Forked, ForkServer, Listen, Listening, WorkerEnded, kill_group
+from jobs.cluster.fork_server import Failed, Forked, ForkServer, Listen, Listening, WorkerEnded, kill_group
 from jobs.cluster.node_files import Change, Mark, NodeFiles
 from jobs.cluster.worker import LOOPBACK, RankInfo, WorkerRecord, WorkerSpec, worker_file
 from pipeline.monitoring.watchdog import STOP_FILE, PhaseReport, read_phase
@@ -99,7 +99,7 @@ class NodeReport:
     sigterm_ranks: list[int] = field(default_factory=list)  # ranks of the workers with a pending SIGTERM
     # Changed files, if the node does not share the driver's storage.
     changes: list[Change] = field(default_factory=list)
-    fault: str = ""  # why the agent has killed its fork server in this attempt
+    fault: str = ""  # why the agent's fork server was killed or has failed in this attempt
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Agent:
         self.unwanted_forks = 0  # workers of ended attempts that a slow fork server has not forked yet
         self.files: NodeFiles | None = None
         self.stopped_since = math.inf  # when the fork server was first seen stopped by a signal; inf if it runs
-        self.fault = ""  # why the fork server was killed in this attempt
+        self.fault = ""  # why the fork server was killed or has failed in this attempt
         self.oom_kills = OomKills()
 
         # This agent's folder is in memory, so that workers can report their phase even if the disk is full. The agent
@@ -261,7 +261,7 @@ class Agent:
     def end(self) -> str:
         """Kill the attempt's workers and their data loaders, and wait until they have exited.
 
-        Returns the reason why the fork server was killed; "" if it was not killed.
+        Returns the reason why the fork server was killed or has failed; "" if it is usable.
         """
         with self.changed:
             # A suspended fork server would not report that its workers have ended.
@@ -306,6 +306,8 @@ class Agent:
                 with self.changed:
                     if isinstance(reply, Listening):
                         self.port = reply.port
+                    elif isinstance(reply, Failed):
+                        self.fault = f"its node's fork server failed: {reply.reason}"
                     elif isinstance(reply, Forked) and self.unwanted_forks:
                         # The fork server replies in the order of the requests.
                         self.unwanted_forks -= 1

@@ -136,6 +136,15 @@ def test_store_uses_the_port_of_the_fork_server(served) -> None:
     dying.join(60)
 
 
+def test_address_of_another_machine_is_reported_as_the_cause() -> None:
+    under_test = Agent("203.0.113.7", has_gpus=True)  # with a real fork server
+    try:
+        with pytest.raises(RuntimeError, match=r"cannot listen at 203\.0\.113\.7: Cannot assign requested address"):
+            under_test.listen()
+    finally:
+        under_test.close()
+
+
 @pytest.mark.parametrize("behind", [0, 1, -1])
 def test_poll_returns_at_once_with_news_and_otherwise_after_its_wait(behind, served, monkeypatch) -> None:
     under_test, _ = served
