@@ -293,6 +293,11 @@ def memory_free() -> int:
     with suppress(OSError, ValueError):
         limit = int((CGROUP / "memory.max").read_text())
         used = int((CGROUP / "memory.current").read_text())
+        # Like the machine's available memory, count cached files as free: the kernel drops them if memory is needed.
+        for line in (CGROUP / "memory.stat").read_text().splitlines():
+            name, _, size = line.partition(" ")
+            if name in ("active_file", "inactive_file"):
+                used -= int(size)
         free = min(free, limit - used)
     return free
 
