@@ -190,19 +190,22 @@ def test_worker_gets_the_gpu_of_its_local_rank_or_is_refused(local_rank, count, 
 
 
 @pytest.mark.parametrize(
-    ("addresses", "backend"),
+    ("addresses", "machines", "backend"),
     [
-        ([(0, 26, 0), (0, 28, 0)], "nccl"),
-        ([(0, 26, 0), (0, 26, 0)], "gloo"),
+        ([(0, 26, 0), (0, 28, 0)], "aa", "nccl"),
+        ([(0, 26, 0), (0, 26, 0)], "aa", "gloo"),
         # The same bus in another domain is another GPU.
-        ([(0, 26, 0), (1, 26, 0)], "nccl"),
+        ([(0, 26, 0), (1, 26, 0)], "aa", "nccl"),
+        # So is the same address on another machine of the same name.
+        ([(0, 26, 0), (0, 26, 0)], "ab", "nccl"),
     ],
 )
-def test_workers_that_share_a_gpu_use_gloo_and_others_nccl(addresses, backend, tmp_path) -> None:
+def test_workers_that_share_a_gpu_use_gloo_and_others_nccl(addresses, machines, backend, tmp_path) -> None:
     """Join real workers with made-up GPU addresses; NCCL itself is not started."""
-    asked = run_worker_group(
-        preflights.choose_backend, {"addresses": addresses}, cluster=TWO, name="group", directory=tmp_path
-    )
+    for machine in set(machines):
+        (tmp_path / machine).write_text(machine)
+    task = {"addresses": addresses, "boots": [str(tmp_path / machine) for machine in machines]}
+    asked = run_worker_group(preflights.choose_backend, task, cluster=TWO, name="group", directory=tmp_path)
     assert asked == [backend, backend]
 
 
