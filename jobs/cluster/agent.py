@@ -188,6 +188,7 @@ class Agent:
             self.folder = request.folder
             self.files = None
             self.fault = ""
+            self.oom_kills = OomKills()  # nothing has read the counter since the last attempt
             if request.token:
                 files = NodeFiles(request.folder)
                 if files.begin(request.token, request.carried, request.earlier):

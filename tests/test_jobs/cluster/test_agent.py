@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
@@ -85,6 +87,18 @@ def test_cause_of_death_follows_from_record_exit_code_and_kernel_counter(
     other, ended = under_test.poll(0, 5.0, {}).workers
     assert ended.death == death
     assert other.death == "its node's fork server died (killed, or crashed)"
+
+
+def test_oom_kill_between_two_attempts_is_not_the_cause_of_a_later_death(served, tmp_path) -> None:
+    under_test, server = served
+    (tmp_path / "vmstat").write_text("oom_kill 3\n")
+    under_test.oom_kills.counts = deque([(time.monotonic() - 1000, 3)])
+    # Ten minutes later, but before the next attempt, the kernel kills another program.
+    (tmp_path / "vmstat").write_text("oom_kill 4\n")
+    under_test.start(order_of(tmp_path, 0))
+    hear(under_test, server, Forked(0, 4_100_000))
+    hear(under_test, server, WorkerEnded(4_100_000, -9))
+    assert under_test.poll(0, 0.0, {}).workers[0].death == "killed by SIGKILL"
 
 
 def test_start_request_contains_all_that_a_worker_needs(served, tmp_path) -> None:
