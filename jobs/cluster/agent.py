@@ -335,6 +335,7 @@ class Agent:
 
         # The fork server has ended. Its workers should exit too; kill them in case they do not.
         with self.changed:
+            self._read_records()
             for worker in self.workers.values():
                 if worker.pid and not worker.has_ended:
                     kill_group(worker.pid)

@@ -89,6 +89,17 @@ def test_cause_of_death_follows_from_record_exit_code_and_kernel_counter(
     assert other.death == "its node's fork server died (killed, or crashed)"
 
 
+def test_result_recorded_before_the_death_of_the_fork_server_counts(served, tmp_path) -> None:
+    under_test, server = served
+    under_test.start(order_of(tmp_path, 0))
+    hear(under_test, server, Forked(0, 4_100_000))
+    record = {"ended": 2.0, "value": 40}
+    worker_file(under_test.node_folder, 0, ".json").write_text(json.dumps(record))
+    server.close()
+    wait_until(lambda: under_test.server is None, 10)
+    assert under_test.poll(0, 0.0, {}).workers == [WorkerState(0, 4_100_000, record)]
+
+
 def test_oom_kill_between_two_attempts_is_not_the_cause_of_a_later_death(served, tmp_path) -> None:
     under_test, server = served
     (tmp_path / "vmstat").write_text("oom_kill 3\n")
