@@ -57,6 +57,7 @@ LONGEST_LIST = 8  # maximum number of nodes in a log line
 LARGE_PIECE = 80 << 20  # bytes; more than the 64 MB heap that glibc gives each thread
 CGROUP = Path("/sys/fs/cgroup")
 CPUINFO = Path("/proc/cpuinfo")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # unique for each machine and boot, unlike host names
 SKEW_S = 1.0  # log clock differences above this: records, incidents and the accounting compare times between nodes
 
 
@@ -126,8 +127,12 @@ def is_gpu_shared(device: torch.device, timeout: timedelta) -> bool:
         return False
     store, _, world = next(dist.rendezvous("env://", timeout=timeout))
     _stores.append(store)
+    # Two machines may have the same host name, and usually have the same addresses.
+    machine = socket.gethostname()
+    with suppress(OSError):
+        machine += f"/{BOOT_ID.read_text().strip()}"
     # The cost per worker is independent of the world size: no worker reads the addresses of all others.
-    if store.add(f"gpu/{socket.gethostname()}/{pci_address(device)}", 1) > 1:
+    if store.add(f"gpu/{machine}/{pci_address(device)}", 1) > 1:
         store.set("gpu/shared", "yes")
     if store.add("gpu/arrived", 1) == world:
         store.set("gpu/all", "yes")
@@ -293,6 +298,11 @@ def memory_free() -> int:
     with suppress(OSError, ValueError):
         limit = int((CGROUP / "memory.max").read_text())
         used = int((CGROUP / "memory.current").read_text())
+        # Like the machine's available memory, count cached files as free: the kernel drops them if memory is needed.
+        for line in (CGROUP / "memory.stat").read_text().splitlines():
+            name, _, size = line.partition(" ")
+            if name in ("active_file", "inactive_file"):
+                used -= int(size)
         free = min(free, limit - used)
     return free
 

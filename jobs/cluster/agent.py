@@ -39,7 +39,7 @@ import psutil
 
 from data.errors import StorageError
 from data.files import is_own, open_regular
-from jobs.cluster.fork_server import Forked, ForkServer, Listen, Listening, WorkerEnded, kill_group
+from jobs.cluster.fork_server import Failed, Forked, ForkServer, Listen, Listening, WorkerEnded, kill_group
 from jobs.cluster.node_files import Change, Mark, NodeFiles
 from jobs.cluster.worker import LOOPBACK, RankInfo, WorkerRecord, WorkerSpec, worker_file
 from pipeline.monitoring.watchdog import STOP_FILE, PhaseReport, read_phase
@@ -99,7 +99,7 @@ class NodeReport:
     sigterm_ranks: list[int] = field(default_factory=list)  # ranks of the workers with a pending SIGTERM
     # Changed files, if the node does not share the driver's storage.
     changes: list[Change] = field(default_factory=list)
-    fault: str = ""  # why the agent has killed its fork server in this attempt
+    fault: str = ""  # why the agent's fork server was killed or has failed in this attempt
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,10 @@ class Agent:
         self.folder = Path()  # the attempt's folder
         self.workers: dict[int, WorkerState] = {}  # workers of the running attempt, by rank
         self.ended_pids: set[int] = set()  # pids of this attempt's ended workers
+        self.unwanted_forks = 0  # workers of ended attempts that a slow fork server has not forked yet
         self.files: NodeFiles | None = None
         self.stopped_since = math.inf  # when the fork server was first seen stopped by a signal; inf if it runs
-        self.fault = ""  # why the fork server was killed in this attempt
+        self.fault = ""  # why the fork server was killed or has failed in this attempt
         self.oom_kills = OomKills()
 
         # This agent's folder is in memory, so that workers can report their phase even if the disk is full. The agent
@@ -152,6 +153,7 @@ class Agent:
         with self.changed:
             if self.server is None:
                 self.server = ForkServer(self.base, has_gpus=self.has_gpus)
+                self.unwanted_forks = 0
                 threading.Thread(
                     target=self._process_replies, args=(self.server,), name="fork server", daemon=True
                 ).start()
@@ -186,6 +188,7 @@ class Agent:
             self.folder = request.folder
             self.files = None
             self.fault = ""
+            self.oom_kills = OomKills()  # nothing has read the counter since the last attempt
             if request.token:
                 files = NodeFiles(request.folder)
                 if files.begin(request.token, request.carried, request.earlier):
@@ -259,7 +262,7 @@ class Agent:
     def end(self) -> str:
         """Kill the attempt's workers and their data loaders, and wait until they have exited.
 
-        Returns the reason why the fork server was killed; "" if it was not killed.
+        Returns the reason why the fork server was killed or has failed; "" if it is usable.
         """
         with self.changed:
             # A suspended fork server would not report that its workers have ended.
@@ -279,6 +282,7 @@ class Agent:
                     process = psutil.Process(pid)
                     while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
                         time.sleep(0.01)
+            self.unwanted_forks += sum(not state.pid and not state.has_ended for state in self.workers.values())
             self.workers = {}
             self.ended_pids = set()
             self.port = 0
@@ -303,6 +307,12 @@ class Agent:
                 with self.changed:
                     if isinstance(reply, Listening):
                         self.port = reply.port
+                    elif isinstance(reply, Failed):
+                        self.fault = f"its node's fork server failed: {reply.reason}"
+                    elif isinstance(reply, Forked) and self.unwanted_forks:
+                        # The fork server replies in the order of the requests.
+                        self.unwanted_forks -= 1
+                        kill_group(reply.pid)
                     elif isinstance(reply, Forked):
                         self.workers[reply.rank].pid = reply.pid
                     elif isinstance(reply, WorkerEnded):
@@ -316,7 +326,7 @@ class Agent:
                         elif reply.exit_code == -signal.SIGKILL and self.oom_kills.are_recent():
                             death = "killed by the out-of-memory killer"
                         else:
-                            death = f"killed by {signal.Signals(-reply.exit_code).name}"
+                            death = f"killed by {signal_name(-reply.exit_code)}"
                         for worker in self.workers.values():
                             if worker.pid == reply.pid and not worker.has_ended:
                                 worker.death = death
@@ -325,6 +335,7 @@ class Agent:
 
         # The fork server has ended. Its workers should exit too; kill them in case they do not.
         with self.changed:
+            self._read_records()
             for worker in self.workers.values():
                 if worker.pid and not worker.has_ended:
                     kill_group(worker.pid)
@@ -393,6 +404,14 @@ class OomKills:
             self.counts.popleft()
         _, kills_before = self.counts[0]
         return kills > kills_before
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, such as "SIGKILL"; most real-time signals have none in Python: "signal 35"."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def current_umask() -> int:

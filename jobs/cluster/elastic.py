@@ -119,10 +119,11 @@ class Growth:
         for world in self.larger:
             if world <= room:
                 since[world] = self.since.get(world, now)
-        self.since = since
-        # Read the step here instead of in `is_due`, because an object store may respond late.
+        # Read the step here instead of in `is_due`, because an object store may respond late. Read it first: otherwise
+        # `is_due` would compare a late step with none, and take an old checkpoint for a new one.
         if since:
             self.step = self.last_step()
+        self.since = since
 
     def is_due(self) -> bool:
         """Return whether to stop this attempt so that the next attempt can use more workers.

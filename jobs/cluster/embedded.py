@@ -223,7 +223,7 @@ def use_token_if_any() -> None:
 
 
 def main() -> None:
-    # Ignore signals sent to the driver and all its children: the guard must ignore_signal the driver.
+    # Ignore signals sent to the driver and all its children: the guard must outlive the driver.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, ignore_signal)
     directory, cpus, *words = sys.argv[1:]

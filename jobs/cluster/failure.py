@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from jobs.cluster.worker import WorkerRecord, worker_file
 EXIT_GRACE_S = 1.5  # wait for other workers to end, after one has requested an exit code or lost a peer
 DEATH_GRACE_S = 0.5  # wait for another worker's death after one has raised, because that death would be the cause
 STACK_CHARACTERS = 10_000  # read from the end of a dead worker's log; enough for the stacks of all its threads
+STACK_BYTES = 4 * STACK_CHARACTERS  # a character takes at most four bytes in UTF-8
 
 # Exceptions that torch raises when a collective loses a member, and parts of their messages: gloo, NCCL, the store.
 COLLECTIVE_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
@@ -124,9 +126,10 @@ class Evidence:
         """Return the error for a worker that recorded no exception, with the stack traces from its log."""
         log = worker_file(self.folder, rank, ".log")
         stacks = ""
-        # A worker that died very early has no log yet.
-        if log.exists():
-            stacks = log.read_text(errors="replace")[-STACK_CHARACTERS:]
+        # A worker that died very early has no log yet, and a library may have filled it with gigabytes.
+        with suppress(OSError), log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - STACK_BYTES))
+            stacks = file.read(STACK_BYTES).decode(errors="replace")[-STACK_CHARACTERS:]
         return WorkerGroupError(rank, self.node_names.get(rank, "an unknown node"), cause, stacks)
 
     def first_failure(self) -> WorkerGroupError | None:

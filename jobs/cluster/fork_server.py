@@ -80,6 +80,13 @@ class WorkerEnded:
     exit_code: int  # negative: killed by this signal
 
 
+@dataclass(frozen=True)
+class Failed:
+    """The last reply of a server that ends because the kernel has refused a request."""
+
+    reason: str
+
+
 # ------------------------------------------------------------------------ in the agent
 
 
@@ -171,6 +178,7 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
     """Process requests until the agent is gone; then kill every worker and remove the node's folder."""
     store: socket.socket | None = None  # the socket for the next rank 0
     pids: set[int] = set()  # pids of workers not reaped yet
+    action = ""  # what the last request asks for, in an error
     # Two pipes: workers write a byte to the first after each event, and SIGCHLD writes to the second.
     news, news_writer = os.pipe()
     deaths, deaths_writer = os.pipe()
@@ -202,6 +210,7 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
                 continue
             request = connection.recv()
             if isinstance(request, Listen):
+                action = f"listen at {request.address}"
                 # In IPv6-only clusters, addresses look like "fd00::2".
                 store = socket.socket(socket.AF_INET6 if ":" in request.address else socket.AF_INET)
                 store.bind((request.address, 0))
@@ -209,6 +218,7 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
                 connection.send(Listening(store.getsockname()[1]))
                 continue
             assert isinstance(request, WorkerSpec), request
+            action = f"start worker {request.info.rank}"
             pid = os.fork()
             if pid == 0:
                 try:
@@ -227,8 +237,12 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
                 store.close()
                 store = None
             connection.send(Forked(request.info.rank, pid))
-    except (EOFError, OSError):
+    except (EOFError, ConnectionError):
         return  # the agent is gone
+    except OSError as error:
+        # For example, the limit on processes is reached, or the node's address belongs to a router.
+        with suppress(OSError):
+            connection.send(Failed(f"cannot {action}: {error.strerror}"))
     finally:
         for pid in pids:
             kill_group(pid)

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -233,16 +232,21 @@ def require_ray(address: str) -> None:
         return
     host, _, port = address.rpartition(":")
     reply = b""
-    # A busy head that does not respond in time passes the check, because Ray waits for it.
-    with suppress(TimeoutError), socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:
-        connection.sendall(HTTP2_BEGIN)
-        reply = connection.recv(9)  # a frame's header: length, type, flags, stream
-        if len(reply) < 4 or reply[3] != HTTP2_SETTINGS:
-            raise ClusterError(
-                f"RAY_ADDRESS={address} is not a Ray head: another server responds there, perhaps the dashboard\n"
-                "  expected the HOST:PORT that `ray start --head` printed, usually HOST:6379\n"
-                "  to check, run ray status --address HOST:PORT; to use only this machine, run unset RAY_ADDRESS"
-            )
+    try:
+        # An IPv6 address is in brackets.
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S) as connection:
+            connection.sendall(HTTP2_BEGIN)
+            reply = connection.recv(9)  # a frame's header: length, type, flags, stream
+    except TimeoutError:
+        return  # perhaps a busy head: Ray waits for it
+    except ConnectionError:
+        pass  # another server has closed the connection
+    if len(reply) < 4 or reply[3] != HTTP2_SETTINGS:
+        raise ClusterError(
+            f"RAY_ADDRESS={address} is not a Ray head: another server responds there, perhaps the dashboard\n"
+            "  expected the HOST:PORT that `ray start --head` printed, usually HOST:6379\n"
+            "  to check, run ray status --address HOST:PORT; to use only this machine, run unset RAY_ADDRESS"
+        )
 
 
 def explain(error: Exception, address: str) -> ClusterError:

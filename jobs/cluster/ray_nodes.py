@@ -43,7 +43,8 @@ class RayNodes(RayPlaces):
         self.used: Set[str] = frozenset()  # ids of the nodes with workers of the last attempt
         self.actors_started = 0
         self.group_id = ""  # the placement group that `gpu_ids` belongs to
-        self.gpu_ids: dict[str, str] = {}  # node id → CUDA_VISIBLE_DEVICES of its workers
+        # (node id, its bundles) → CUDA_VISIBLE_DEVICES of its workers
+        self.gpu_ids: dict[tuple[str, tuple[int, ...]], str] = {}
 
     # -------------------------------------------------------------------- agents
 
@@ -87,8 +88,9 @@ class RayNodes(RayPlaces):
         agents = []
         for node_id, bundles in slots.items():
             # Ray has no table of the GPUs in a bundle, so run a task in each bundle to get them. They do not change as
-            # long as the bundle exists.
-            if gpus and node_id not in self.gpu_ids:
+            # long as the bundle is on its node: after the loss of another node, Ray may place that node's bundle here.
+            place_of_gpus = (node_id, tuple(bundles))
+            if gpus and place_of_gpus not in self.gpu_ids:
                 replies = []
                 for bundle, count in bundles.items():
                     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
@@ -97,7 +99,7 @@ class RayNodes(RayPlaces):
                 ids: list[str] = []
                 for of_bundle in ray.get(replies):
                     ids += map(str, of_bundle)
-                self.gpu_ids[node_id] = ",".join(ids)
+                self.gpu_ids[place_of_gpus] = ",".join(ids)
             agents.append(
                 NodeAgent(
                     name=rows[node_id]["NodeManagerHostname"],
@@ -105,7 +107,7 @@ class RayNodes(RayPlaces):
                     address=rows[node_id]["NodeManagerAddress"],
                     slots=sum(bundles.values()),
                     call=partial(call_actor, self.start_agent(node_id)),
-                    visible_gpus=self.gpu_ids.get(node_id, ""),
+                    visible_gpus=self.gpu_ids.get(place_of_gpus, ""),
                     is_up=len(ray.wait([self.warmed_up[node_id]], timeout=0)[0]) > 0,
                 )
             )

@@ -137,10 +137,12 @@ def supervise(
             made_progress = not is_end_of_stage and last_step(context) > step_before
             if made_progress:
                 sizes.record_commit(world, {link.agent.node_id for link in group.links})
+                history.failures = 0
             # 8. Not if a stop is requested too.
             was_requested = growth.target is not None or bool(group.drain_events)
             if error.exit_code == ExitCode.PREEMPTED and was_requested and not context.stop_requested():
                 move(attempt, nodes, sizes)
+                history.last_cause = ""  # this attempt did not fail
                 continue
             # 9.
             if isinstance(error, Preempted):
@@ -239,7 +241,8 @@ def write_incident(
 
     clock = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
-        with open(context.directory / "incidents.txt", "a") as file:
+        # Independent of the locale, which may not be able to encode a name or a message.
+        with open(context.directory / "incidents.txt", "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{clock} attempt {attempt}: {failure}\n{failure.traceback}\n")
     except OSError as refused:
         # A full disk may be the incident itself: log the incident, and let the supervisor continue.
@@ -355,7 +358,8 @@ def recover(
 
     # f. A new checkpoint is progress even if the attempt was short, so the number of such restarts is not limited. An
     # exception that repeats after one restart ends the stage; a death, which has no kind, may have been chance.
-    history.failures = 0 if made_progress else history.failures + 1
+    if not made_progress:
+        history.failures += 1
     is_same_again = failure.kind != "" and failure.cause == history.last_cause and history.failures > 0
     history.last_cause = failure.cause
     start = restart_point(context)

@@ -43,6 +43,7 @@ WorkerFunction = Callable[[Task], object]  # importable by its module's name; re
 
 LOOPBACK = "127.0.0.1"
 MAX_TRACEBACK_LENGTH = 10_000  # characters, counted from the end
+MAX_ERROR_LENGTH = 4_000  # characters, half of them from the end, which says what to do; compilers write megabytes
 RECORD_RESERVE_BYTES = 16_384  # space reserved in a worker's record for its error and traceback
 # Slurm, and Ctrl-C in a terminal, send these signals to all processes of a job.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -175,17 +176,23 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
         # If the value is not JSON, this raises, so that it is reported as this worker's error.
         json.dumps(end)
     except BaseException as error:
-        trace = traceback.format_exc()
+        # Names of files that are not UTF-8 contain characters that no log could encode.
+        trace = traceback.format_exc().encode(errors="backslashreplace").decode()
+        text = error_text(error) if isinstance(error, OSError) else str(error)
+        text = text.encode(errors="backslashreplace").decode()
+        if len(text) > MAX_ERROR_LENGTH:
+            text = f"{text[: MAX_ERROR_LENGTH // 2]} … {text[-MAX_ERROR_LENGTH // 2 :]}"
         exit_code = getattr(error, "exit_code", None)
         if isinstance(error, SystemExit):
             exit_code = error.code
         end = {
             **record,
             "ended": time.time(),
-            # sys.exit("some text") is reported like a failure without an exit code.
-            "exit_code": exit_code if isinstance(exit_code, int) else None,
+            # sys.exit("some text") is reported like a failure without an exit code. So is sys.exit(0): the function has
+            # not returned, and the command must not exit with 0.
+            "exit_code": exit_code if isinstance(exit_code, int) and exit_code % 256 else None,
             "kind": type(error).__name__,
-            "error": error_text(error) if isinstance(error, OSError) else str(error),
+            "error": text,
             "traceback": trace[-MAX_TRACEBACK_LENGTH:],
         }
     # Write the record first: if the disk is full, writing to the log raises.

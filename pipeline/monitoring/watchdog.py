@@ -64,6 +64,7 @@ class Phases:
         """
         self.entered += 1
         self.on_enter(phase, step)
+        shard = shard.encode(errors="backslashreplace").decode()  # a name that is not UTF-8 cannot be logged
         if len(shard) > LONGEST_SHARD:
             # Keep the end of the name, because shard names differ there.
             shard = "…" + shard[1 - LONGEST_SHARD :]

@@ -85,7 +85,10 @@ def start(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def choose_backend(task: dict[str, Any]) -> list[str]:
-    """Join the group as on GPUs, at the addresses of the task; return each worker's chosen backend by rank."""
+    """Join the group as on GPUs, at the addresses of the task; return each worker's chosen backend by rank.
+
+    The task may name a file for each worker that contains the boot id of its machine.
+    """
     rank = int(os.environ["RANK"])
     domain, bus, number = task["addresses"][rank]
     properties = SimpleNamespace(pci_domain_id=domain, pci_bus_id=bus, pci_device_id=number, uuid="")
@@ -102,6 +105,7 @@ def choose_backend(task: dict[str, Any]) -> list[str]:
         patch.object(torch.cuda, "set_device", lambda device: None),
         patch.object(torch.cuda, "get_device_properties", lambda device: properties),
         patch.object(dist, "init_process_group", form_over_gloo),
+        patch.object(process_group, "BOOT_ID", Path(task["boots"][rank])),
     ):
         join_group(60.0)
     of_all = [""] * dist.get_world_size()

@@ -17,6 +17,7 @@ from data.errors import ClusterError, ExitCode
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
+from pipeline import process_group
 from pipeline.identity import DEVICE, MUST_BE_EQUAL, SHOULD_BE_EQUAL, WORKERS_PER_GPU, code_mismatch, differences
 from pipeline.process_group import Arrival, check_device_memory, gpu_of_worker, log_differences, log_network
 from tests.support import hosts, preflights
@@ -58,6 +59,21 @@ def test_step_that_does_not_fit_is_reported_with_worker_and_free_memory() -> Non
     check_device_memory(cpus, 16 * gib)
     with pytest.raises(ClusterError, match=r"but the 3 workers of this node share 50.0 GiB of free memory"):
         check_device_memory(cpus, 17 * gib)
+
+
+@pytest.mark.quick
+def test_cached_files_of_a_container_count_as_free_memory(tmp_path, monkeypatch) -> None:
+    """A container that has read a large data set has used its whole limit, mostly for cached files."""
+    monkeypatch.setattr(process_group, "CGROUP", tmp_path)
+    mib = 2**20
+    (tmp_path / "memory.max").write_text(f"{100 * mib}\n")
+    (tmp_path / "memory.current").write_text(f"{99 * mib}\n")
+    (tmp_path / "memory.stat").write_text(
+        f"anon {20 * mib}\nfile {79 * mib}\nshmem {9 * mib}\ninactive_file {30 * mib}\nactive_file {40 * mib}\n"
+    )
+    assert process_group.memory_free() == 71 * mib
+    (tmp_path / "memory.max").write_text("max\n")
+    assert process_group.memory_free() > 100 * mib
 
 
 def test_clock_difference_above_a_second_is_logged() -> None:
@@ -174,19 +190,22 @@ def test_worker_gets_the_gpu_of_its_local_rank_or_is_refused(local_rank, count, 
 
 
 @pytest.mark.parametrize(
-    ("addresses", "backend"),
+    ("addresses", "machines", "backend"),
     [
-        ([(0, 26, 0), (0, 28, 0)], "nccl"),
-        ([(0, 26, 0), (0, 26, 0)], "gloo"),
+        ([(0, 26, 0), (0, 28, 0)], "aa", "nccl"),
+        ([(0, 26, 0), (0, 26, 0)], "aa", "gloo"),
         # The same bus in another domain is another GPU.
-        ([(0, 26, 0), (1, 26, 0)], "nccl"),
+        ([(0, 26, 0), (1, 26, 0)], "aa", "nccl"),
+        # So is the same address on another machine of the same name.
+        ([(0, 26, 0), (0, 26, 0)], "ab", "nccl"),
     ],
 )
-def test_workers_that_share_a_gpu_use_gloo_and_others_nccl(addresses, backend, tmp_path) -> None:
+def test_workers_that_share_a_gpu_use_gloo_and_others_nccl(addresses, machines, backend, tmp_path) -> None:
     """Join real workers with made-up GPU addresses; NCCL itself is not started."""
-    asked = run_worker_group(
-        preflights.choose_backend, {"addresses": addresses}, cluster=TWO, name="group", directory=tmp_path
-    )
+    for machine in set(machines):
+        (tmp_path / machine).write_text(machine)
+    task = {"addresses": addresses, "boots": [str(tmp_path / machine) for machine in machines]}
+    asked = run_worker_group(preflights.choose_backend, task, cluster=TWO, name="group", directory=tmp_path)
     assert asked == [backend, backend]
 
 

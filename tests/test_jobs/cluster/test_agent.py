@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
@@ -55,6 +57,7 @@ ENDS = [
     (-9, {"started": 1.0}, (3, 3), "killed by SIGKILL"),
     (-9, {"started": 1.0}, (3, 4), "killed by the out-of-memory killer"),
     (-11, None, (3, 4), "killed by SIGSEGV"),
+    (-35, None, (3, 3), "killed by signal 35"),  # a real-time signal
     (0, {"started": 1.0, "ended": 2.0}, (3, 3), ""),
     (-9, {"started": 1.0, "ended": 2.0}, (3, 4), ""),
 ]
@@ -84,6 +87,29 @@ def test_cause_of_death_follows_from_record_exit_code_and_kernel_counter(
     other, ended = under_test.poll(0, 5.0, {}).workers
     assert ended.death == death
     assert other.death == "its node's fork server died (killed, or crashed)"
+
+
+def test_result_recorded_before_the_death_of_the_fork_server_counts(served, tmp_path) -> None:
+    under_test, server = served
+    under_test.start(order_of(tmp_path, 0))
+    hear(under_test, server, Forked(0, 4_100_000))
+    record = {"ended": 2.0, "value": 40}
+    worker_file(under_test.node_folder, 0, ".json").write_text(json.dumps(record))
+    server.close()
+    wait_until(lambda: under_test.server is None, 10)
+    assert under_test.poll(0, 0.0, {}).workers == [WorkerState(0, 4_100_000, record)]
+
+
+def test_oom_kill_between_two_attempts_is_not_the_cause_of_a_later_death(served, tmp_path) -> None:
+    under_test, server = served
+    (tmp_path / "vmstat").write_text("oom_kill 3\n")
+    under_test.oom_kills.counts = deque([(time.monotonic() - 1000, 3)])
+    # Ten minutes later, but before the next attempt, the kernel kills another program.
+    (tmp_path / "vmstat").write_text("oom_kill 4\n")
+    under_test.start(order_of(tmp_path, 0))
+    hear(under_test, server, Forked(0, 4_100_000))
+    hear(under_test, server, WorkerEnded(4_100_000, -9))
+    assert under_test.poll(0, 0.0, {}).workers[0].death == "killed by SIGKILL"
 
 
 def test_start_request_contains_all_that_a_worker_needs(served, tmp_path) -> None:
@@ -135,6 +161,15 @@ def test_store_uses_the_port_of_the_fork_server(served) -> None:
     dying.join(60)
 
 
+def test_address_of_another_machine_is_reported_as_the_cause() -> None:
+    under_test = Agent("203.0.113.7", has_gpus=True)  # with a real fork server
+    try:
+        with pytest.raises(RuntimeError, match=r"cannot listen at 203\.0\.113\.7: Cannot assign requested address"):
+            under_test.listen()
+    finally:
+        under_test.close()
+
+
 @pytest.mark.parametrize("behind", [0, 1, -1])
 def test_poll_returns_at_once_with_news_and_otherwise_after_its_wait(behind, served, monkeypatch) -> None:
     under_test, _ = served
@@ -180,6 +215,23 @@ def test_ending_an_attempt_kills_living_workers_and_waits_for_the_fork_server(se
     threading.Timer(0.1, server.send, [WorkerEnded(sleeper.pid, -9)]).start()
     under_test.end()
     assert sleeper.wait(60) == -9
+
+
+def test_worker_forked_after_the_end_of_its_attempt_is_killed(served, tmp_path, monkeypatch) -> None:
+    """A fork server that imports for longer than END_S forks the workers of an attempt that has already ended."""
+    under_test, server = served
+    monkeypatch.setattr(agent, "END_S", 0.1)
+    under_test.start(order_of(tmp_path, 0, 1))
+    hear(under_test, server, Forked(0, 4_100_000))
+    hear(under_test, server, WorkerEnded(4_100_000, 0))
+    under_test.end()
+    under_test.start(order_of(tmp_path, 2))
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as late:
+        hear(under_test, server, Forked(1, late.pid))
+        assert late.wait(10) == -9
+    hear(under_test, server, WorkerEnded(late.pid, -9))
+    hear(under_test, server, Forked(2, 4_100_002))
+    assert under_test.poll(0, 0.0, {}).workers == [WorkerState(2, 4_100_002)]
 
 
 def test_another_process_with_the_pid_of_an_ended_worker_survives(served, tmp_path) -> None:

@@ -206,3 +206,15 @@ def test_larger_attempt_without_a_commit_falls_back_and_postpones_growth_longer_
     sizes.record_commit(2, {"a"})
     assert sizes.fall_back(4) == Proven(2, {"a"}), "the last attempt that committed, on its nodes"
     assert sizes.not_before == 1000 + 600, "the run has grown since then"
+
+
+def test_old_checkpoint_in_a_store_that_responds_late_is_not_a_new_commit() -> None:
+    steps: list[int] = []
+    growth = Growth((4,), 0.0, lambda: 4, steps.pop)
+    with pytest.raises(IndexError):  # the store does not respond
+        growth.check_room()
+    assert not growth.is_due()
+    for step, is_due in ((40, False), (40, False), (41, True)):
+        steps.append(step)
+        growth.check_room()
+        assert growth.is_due() == is_due

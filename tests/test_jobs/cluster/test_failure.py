@@ -7,6 +7,7 @@ import dataclasses
 import os
 import threading
 import time
+import tracemalloc
 from collections.abc import Sequence, Set
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from data.errors import ClusterError
-from jobs.cluster import worker, worker_group
+from jobs.cluster import failure, worker, worker_group
 from jobs.cluster.agent import NodeAgent, NodeReport, WorkerState
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import AgentLink, WorkerGroup
@@ -378,3 +379,19 @@ def test_attempt_ends_if_an_agent_cannot_start_its_workers(method, answer, error
         group.run(worker_functions.add_ranks, {})
     assert nodes.asked[-2:] == [("n0", "end"), ("n1", "end")]
     assert nodes.replaced == ([] if error is ClusterError else ["id0"])
+
+
+def test_only_the_end_of_a_dead_workers_log_is_read(tmp_path) -> None:
+    """A library has filled the log with gigabytes; reading all of it could exhaust the driver's memory."""
+    group = group_of(tmp_path, 2)
+    log = worker.worker_file(tmp_path, 1, ".log")
+    log.touch()
+    os.truncate(log, 1 << 28)
+    with log.open("a") as file:
+        file.write("é" * 30_000)
+    tracemalloc.start()
+    error = group.evidence().silent_failure(1, "killed by SIGSEGV")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert error.traceback == "é" * failure.STACK_CHARACTERS
+    assert peak_bytes < 1 << 20

@@ -4,6 +4,7 @@ For joining and leaving a cluster see test_worker_group.py and test_ray_nodes.py
 """
 
 import socket
+import struct
 import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +14,7 @@ import pytest
 
 from data.errors import ClusterError
 from jobs.cluster import embedded
-from jobs.cluster.ray import connect, disconnect, explain
+from jobs.cluster.ray import connect, disconnect, explain, require_ray
 from jobs.cluster_config import ClusterConfig
 
 pytestmark = pytest.mark.quick
@@ -38,6 +39,36 @@ def test_server_that_is_not_a_ray_head_is_reported_at_once(monkeypatch) -> None:
         with pytest.raises(ClusterError, match="is not a Ray head: another server responds there"):
             connect(ClusterConfig())
         server.shutdown()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("reply", [b"\0\0\0\4\0\0\0\0\0", None])
+def test_head_at_an_ipv6_address_is_accepted_and_a_reset_connection_refused(host, reply) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if ":" in host and not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    with socket.create_server((host, 0), family=family) as server:
+        address = f"[{host}]" if ":" in host else host
+        address += f":{server.getsockname()[1]}"
+
+        def respond() -> None:
+            connection, _ = server.accept()
+            with connection:
+                if reply is not None:
+                    connection.recv(100)
+                    connection.sendall(reply)
+                else:
+                    # With unread bytes or this option, closing resets the connection.
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+        thread = threading.Thread(target=respond)
+        thread.start()
+        if reply is None:
+            with pytest.raises(ClusterError, match="is not a Ray head"):
+                require_ray(address)
+        else:
+            require_ray(address)
+        thread.join()
 
 
 def test_dashboard_address_is_refused(monkeypatch) -> None:

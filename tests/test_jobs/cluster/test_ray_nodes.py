@@ -152,6 +152,33 @@ def test_a_few_spare_nodes_get_a_warm_agent(unplaced, monkeypatch) -> None:
 
 
 @pytest.mark.quick
+def test_gpus_of_a_bundle_moved_to_another_node_are_visible_there(unplaced, monkeypatch) -> None:
+    """Ray places the bundle of a lost node again, in the same placement group (seen with a real cluster)."""
+    unplaced.cluster = ClusterConfig(workers=2, gpus_per_worker=1)
+    unplaced.reservation = SimpleNamespace(group=SimpleNamespace(id=b"group"))
+    unplaced.warmed_up = {"a": None, "b": None}
+    rows = [{"NodeID": name, "NodeManagerHostname": name, "NodeManagerAddress": name} for name in "ab"]
+    monkeypatch.setattr(ray, "nodes", lambda: rows)
+    monkeypatch.setattr(ray, "wait", lambda replies, timeout: ([], replies))
+    monkeypatch.setattr(ray, "get", lambda replies: [[f"gpu of bundle {bundle}"] for bundle in replies])
+    monkeypatch.setattr(unplaced, "start_agent", lambda node_id: None)
+    # A task in a bundle returns the bundle's number.
+    monkeypatch.setattr(
+        ray_nodes,
+        "PlacementGroupSchedulingStrategy",
+        lambda group, placement_group_bundle_index: placement_group_bundle_index,
+    )
+    task = SimpleNamespace(options=lambda scheduling_strategy: SimpleNamespace(remote=lambda: scheduling_strategy))
+    monkeypatch.setattr(ray, "remote", lambda **options: lambda function: task)
+    for slots, expected in (
+        ({"a": {0: 1}, "b": {1: 1}}, ["gpu of bundle 0", "gpu of bundle 1"]),
+        ({"a": {0: 1, 1: 1}}, ["gpu of bundle 0,gpu of bundle 1"]),
+    ):
+        monkeypatch.setattr(unplaced, "slots", lambda world, slots=slots: slots)
+        assert [agent.visible_gpus for agent in unplaced.agents(2)] == expected
+
+
+@pytest.mark.quick
 def test_ending_a_missing_agent_does_nothing(unplaced) -> None:
     unplaced.end_agent("a")
     assert unplaced.actors == {}

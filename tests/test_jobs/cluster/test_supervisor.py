@@ -239,6 +239,25 @@ def test_a_stage_moves_off_nodes_grows_and_falls_back_without_a_restart(tmp_path
     assert stand.seconds == 1000
 
 
+def test_incident_in_a_shard_whose_name_is_not_utf8_is_recorded(tmp_path) -> None:
+    context = Stand(tmp_path, []).context()
+    context.directory.mkdir(parents=True)
+    phases = {1: PhaseReport(7, "data", 3, "caf\udce9.tar")}
+    supervisor.write_incident(context, 3, WorkerGroupError(1, "n1", "killed by SIGKILL"), phases)
+    text = (context.directory / "incidents.txt").read_text()
+    assert r"in data of step 4, shard caf\udce9.tar: killed by SIGKILL" in text
+
+
+@pytest.mark.parametrize("failing", [[DIES, DIES, DIES], [RAISES]])
+def test_failures_before_a_move_with_a_commit_do_not_count_as_attempts_in_a_row(failing, tmp_path, monkeypatch) -> None:
+    moves = Ends("Preempted: at 5", 75, drained=(1,), commits=5)
+    stand = Stand(tmp_path, [*failing, moves, *failing, Ends()])
+    assert stand.supervise(monkeypatch) == VALUE
+    # The wait before a restart starts again at 5 s.
+    waits = [5, 10, 20][: len(failing)]
+    assert stand.seconds - 1000 == pytest.approx(2 * sum(waits), abs=0.21 * 2 * len(waits))
+
+
 @pytest.mark.parametrize(
     "cause", ["killed by the out-of-memory killer", "OutOfMemoryError: CUDA", "bad_alloc", "other"]
 )

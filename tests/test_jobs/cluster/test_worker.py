@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,15 +59,12 @@ run_worker(spec, None, lifeline, int(os.environ["NEWS"]))
 """
 
 
-@pytest.mark.parametrize(("function", "kind"), [("print", None), ("int", "ValueError"), ("exec", "SystemExit")])
-def test_worker_whose_log_is_on_a_full_disk_records_how_it_ended(tmp_path, function, kind) -> None:
-    attempt = tmp_path / "attempt"
-    node = tmp_path / "node"
-    attempt.mkdir()
+def record_of(attempt: Path, function: str, task: str) -> dict[str, Any]:
+    """Run a built-in function in a worker, and return the worker's last record."""
+    node = attempt.with_name("node")
     node.mkdir()
-    worker.worker_file(attempt, 1, ".log").symlink_to("/dev/full")  # each write fails: no space left on device
     news, writing = os.pipe()
-    command = [sys.executable, "-c", BECOME_WORKER, str(attempt), str(node), function, "raise SystemExit(75)"]
+    command = [sys.executable, "-c", BECOME_WORKER, str(attempt), str(node), function, task]
     process = subprocess.Popen(
         command, env=os.environ | {"NEWS": str(writing), "PYTHONUNBUFFERED": ""}, pass_fds=[writing]
     )
@@ -77,8 +76,42 @@ def test_worker_whose_log_is_on_a_full_disk_records_how_it_ended(tmp_path, funct
         process.kill()
         process.wait()
         os.close(news)
-    record = json.loads(worker.worker_file(node, 1, ".json").read_text())
+    record: dict[str, Any] = json.loads(worker.worker_file(node, 1, ".json").read_text())
+    return record
+
+
+@pytest.mark.parametrize(("function", "kind"), [("print", None), ("int", "ValueError"), ("exec", "SystemExit")])
+def test_worker_whose_log_is_on_a_full_disk_records_how_it_ended(tmp_path, function, kind) -> None:
+    attempt = tmp_path / "attempt"
+    attempt.mkdir()
+    worker.worker_file(attempt, 1, ".log").symlink_to("/dev/full")  # each write fails: no space left on device
+    record = record_of(attempt, function, "raise SystemExit(75)")
     assert "ended" in record
     assert record.get("kind") == kind
     assert record.get("exit_code") == (75 if kind == "SystemExit" else None)
     assert ("Traceback" in record.get("traceback", "")) == (kind is not None)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(75, 75), (-1, -1), (0, None), (256, None), ("'text'", None)])
+def test_exit_code_that_would_mean_success_is_not_a_requested_exit_code(tmp_path, code, expected) -> None:
+    attempt = tmp_path / "attempt"
+    attempt.mkdir()
+    record = record_of(attempt, "exec", f"raise SystemExit({code})")
+    assert (record["kind"], record["exit_code"]) == ("SystemExit", expected)
+
+
+def test_error_with_a_file_name_that_is_not_utf8_can_be_logged(tmp_path) -> None:
+    attempt = tmp_path / "attempt"
+    attempt.mkdir()
+    record = record_of(attempt, "exec", r"open(b'/missing/\xe9.tar'.decode('utf-8', 'surrogateescape'))")
+    assert record["error"] == r"No such file or directory: /missing/\udce9.tar"
+    assert json.dumps(record, ensure_ascii=False).encode()
+
+
+def test_very_long_error_fits_into_the_space_reserved_for_it(tmp_path) -> None:
+    attempt = tmp_path / "attempt"
+    attempt.mkdir()
+    record = record_of(attempt, "exec", "raise ValueError('no compiler: ' + 10**7 * 'x' + '; set CC')")
+    assert len(json.dumps(record)) < worker.RECORD_RESERVE_BYTES
+    assert record["error"].startswith("no compiler: x")
+    assert record["error"].endswith("x; set CC")

@@ -167,6 +167,11 @@ def test_long_shard_name_is_cut_at_the_start(letter, group, watch) -> None:
     assert place.endswith(f"{letter}-000123.tar")
 
 
+def test_shard_name_that_is_not_utf8_can_be_logged(tmp_path, group) -> None:
+    group[0].enter("data", 6, "caf\udce9.tar")
+    assert str(read_phase(tmp_path, 0)).encode() == rb"data of step 7, shard caf\udce9.tar"
+
+
 def test_evaluation_phase_names_the_shard_being_read(tmp_path, shards, monkeypatch) -> None:
     """Read batches of 30 from shards of 100: the phase file always names the shard being read."""
     worker = Phases(tmp_path, 0, 3600)
