@@ -323,9 +323,11 @@ def parts_of(place: str) -> tuple[str, str | None]:
         for word in TRAIN:
             if word not in WORD.findall(path.name.lower()):
                 continue
+            # Ignore case: Train next to Val.
+            neighbours = {other.name.lower(): other for other in path.parent.glob("[!.]*")}
             for other_word in TEST:
-                other = path.with_name(path.name.replace(word, other_word))
-                if other.exists():
+                other = neighbours.get(path.name.lower().replace(word, other_word))
+                if other is not None:
                     return str(path), str(other)
     return str(path), None
 

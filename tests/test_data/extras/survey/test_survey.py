@@ -33,6 +33,18 @@ def test_folders_named_train_and_val_are_two_sets(tmp_path) -> None:
     assert sets.held_out == 0
 
 
+@pytest.mark.parametrize(
+    ("train", "other", "expected"),
+    [("train", "val", "val"), ("Train", "Val", "Val"), ("TRAIN", "test", "test"), ("Train", "more", None)],
+)
+def test_a_set_is_never_its_own_evaluation_set(train: str, other: str, expected: str | None, tmp_path) -> None:
+    write_images(tmp_path / train, {"cat": 4, "dog": 3})
+    write_images(tmp_path / other, {"cat": 1, "dog": 2})
+    sets = survey(str(tmp_path / train), report=lambda _: None)
+    assert sets.train.path == str(tmp_path / train)
+    assert (sets.test.path if sets.test else None) == (str(tmp_path / expected) if expected else None)
+
+
 def test_missing_path_is_rejected(tmp_path) -> None:
     with pytest.raises(DataError):
         survey(str(tmp_path / "nowhere"), report=lambda _: None)
