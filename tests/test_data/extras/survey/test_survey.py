@@ -52,7 +52,7 @@ def test_missing_path_is_rejected(tmp_path) -> None:
 
 @pytest.mark.parametrize(("count", "percent"), [(4, 0), (499, 20), (500, 10), (250_000, 2), (10_000_000, 1)])
 def test_small_set_holds_out_a_larger_share_than_a_large_one(count, percent) -> None:
-    found = FoundSet("folder", "photos", images=2 * count)
+    found = FoundSet("folder", "photos", images=2 * count, labelled=2 * count)
     found.class_counts.update({"cat": count, "dog": count})
     assert Sets(found).held_out == percent
 
@@ -112,6 +112,19 @@ def test_images_of_tars_are_opened_at_their_offsets(tmp_path) -> None:
     assert found.images == 6
     assert found.sides == [(16, 16)] * 6
     assert found.examples == [sample.image for sample in samples]
+
+
+@pytest.mark.parametrize(("unlabelled", "source"), [(1, "shards"), (20, "tars")])
+def test_unlabelled_samples_are_no_training_images(unlabelled: int, source: str, tmp_path) -> None:
+    members = []
+    for number, sample in enumerate(islice(digits(train=False, image_size=16), 40)):
+        members.append((f"{number}.jpg", sample.image))
+        if number >= unlabelled:
+            members.append((f"{number}.cls", str(number % 2).encode()))
+    write_tar(tmp_path / "a.tar", members)
+    sets = survey(str(tmp_path), report=lambda _: None)
+    assert sets.train.source == source, "many unlabelled samples would be read in vain in each pass"
+    assert sets.images == round(0.8 * (40 - unlabelled)), "a fifth is held out"
 
 
 def test_paths_that_the_shell_expanded_become_their_pattern_again(tmp_path) -> None:
