@@ -21,7 +21,7 @@ from data.extras.pages.page import COLUMN, DASHES, GRID, INK, LINES, MARKERS, ON
 from data.storage import Storage
 from jobs.extras.history import RunHistory, StageHistory, read_run
 from jobs.extras.report import charts
-from jobs.extras.report.page import LearningCurve, learning_curves, runs_table, stages_of_runs
+from jobs.extras.report.page import LearningCurve, learning_curves, names_of, runs_table, stages_of_runs
 from jobs.extras.studies.chart import write_study_chart
 from pipeline import artifacts
 
@@ -46,11 +46,12 @@ def write_figures(paths: Sequence[Path], folder: Path, stores: Mapping[Path, Sto
             for curve in learning_curves(of_runs, runs_table(of_runs), ()):
                 if curve.title.startswith(QUANTITIES):
                     written += save_figure(draw(curve), folder / file_name(name, curve), VECTOR)
+        names = names_of(runs)
         for run in runs:
             for stage in run.stages:
                 if (stage.folder / "figure.json").exists():
                     record = artifacts.read_record(stage.folder / "figure.json")
-                    name = stage.name if len(runs) == 1 else f"{run.name}-{stage.name}"
+                    name = stage.name if len(runs) == 1 else f"{names[run.path].replace('/', '-')}-{stage.name}"
                     written += write_study_chart(record, folder / name, VECTOR)
     return written
 
