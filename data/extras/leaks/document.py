@@ -15,6 +15,7 @@ into the lists of sets. The file ends with the sha256 of its text (data/seal.py)
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -85,7 +86,7 @@ def in_pairs(leaks: Leaks, index: Index, side: Side) -> np.ndarray:
         raise DataError(
             f"{index.tables} (digest {index.digest[:12]}) is not one of the {side} sets in leaks.json: {sets}\n"
             f"  expected a leaks.json that covers this data set\n"
-            f"  to create one, run python -m jobs leaks TRAIN --test {index.tables} --output FOLDER"
+            f"  to create one, run python -m jobs leaks TRAIN --test {shlex.quote(str(index.tables))} --output FOLDER"
         )
     keys_of_shard: dict[str, set[str]] = {}
     for pair in leaks.pairs:

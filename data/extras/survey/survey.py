@@ -204,7 +204,8 @@ def survey(place: str, *, unlabelled: bool = False, leaf_tables: str | None = No
     if "://" in place:
         raise DataError(
             f"{place}: images in an object store cannot be inspected without an index\n"
-            f"  index them first: python -m jobs index {place} --output indexes/NAME; then use the path indexes/NAME"
+            f"  index them first: python -m jobs index {shlex.quote(place)} --output indexes/NAME; then use the path "
+            "indexes/NAME"
         )
     known = known_sets(Path(place))
     if known is not None:
@@ -313,7 +314,7 @@ def parts_of(place: str) -> tuple[str, str | None]:
         for name in class_folders_in(path):
             folders[name.lower()] = str(path / name)
         kinds = [folders]
-        for suffix in (".tar", ".parquet", ".csv"):
+        for suffix in (".tar", ".parquet", ".csv", ".jsonl"):
             kinds.append(parts_of_files(sorted(path.glob(f"[!.]*{suffix}"))))
     elif not path.exists():
         kinds = [parts_of_files(matching(place))]
@@ -391,7 +392,7 @@ def has_folders(folder: Path) -> bool:
 def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
     """Return the path or pattern of the files of each part (train, test, …), by the words in their names.
 
-    Raises DataError if there are train and test files, and others that belong to no part (except for CSV tables).
+    Raises DataError if there are train and test files, and others that belong to no part (except for tables).
     """
     parts: dict[str, str] = {}
     of_parts: list[Path] = []
@@ -404,12 +405,12 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
             of_parts += named
             rest.difference_update(named)
     train, test = train_and_test(parts)
-    if train is not None and test is not None and rest and files[0].suffix != ".csv":
+    if train is not None and test is not None and rest and files[0].suffix not in (".csv", ".jsonl"):
         pattern = pattern_of(of_parts) or train
         raise DataError(
             f"{files[0].parent}: {preview(sorted(file.name for file in rest))} have neither train nor test in their "
             f"names, but the other files do\n  rename these files; or, to use only the other files, run "
-            f"python -m jobs new '{pattern}'"
+            f"python -m jobs new {shlex.quote(pattern)}"
         )
     return parts
 
@@ -433,7 +434,7 @@ def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
             for file in path.glob(f"[!.]*{suffix}"):
                 raise DataError(
                     f"{file}: compressed tars do not allow random access to samples\n"
-                    f"  run gzip -d {file} (or zstd -d), and run the same command again"
+                    f"  run gzip -d {shlex.quote(str(file))} (or zstd -d), and run the same command again"
                 )
         return inspect_folder(path, unlabelled, report)
     if path.suffix in INSPECTORS:

@@ -56,7 +56,7 @@ def check(
     # If no sample is good, `repair` has nothing to write.
     if report.good:
         advice = "to pack the readable ones into a new data set, run python -m jobs data repair"
-        line += f"; {advice} {path} NEW-FOLDER"
+        line += f"; {advice} {shlex.quote(path)} NEW-FOLDER"
         folder = f"{path.rstrip('/').removesuffix('.index.json')}-repaired"
         command = shlex.join(["python", "-m", "jobs", "data", "repair", path, folder])
         steps.append({"do": "first", "command": command, "text": line, "replaces": path, "writes": folder})

@@ -1,6 +1,7 @@
 """Folders of images are recognised by their content, and counted by class."""
 
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,17 @@ def test_a_set_is_never_its_own_evaluation_set(train: str, other: str, expected:
     sets = survey(str(tmp_path / train), report=lambda _: None)
     assert sets.train.path == str(tmp_path / train)
     assert (sets.test.path if sets.test else None) == (str(tmp_path / expected) if expected else None)
+
+
+def test_jsonl_tables_named_train_and_test_are_two_sets(tmp_path) -> None:
+    """Before, such a folder was one set of unlabelled images."""
+    write_images(tmp_path / "images", {"a": 3, "b": 2})
+    for name in ("train", "test"):
+        rows = [f'{{"file_name": "images/{label}/0.jpg", "label": "{label}"}}\n' for label in "ab"]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    sets = survey(str(tmp_path), report=lambda _: None)
+    assert sets.test is not None
+    assert [Path(found.path).name for found in (sets.train, sets.test)] == ["train.jsonl", "test.jsonl"]
 
 
 def test_missing_path_is_rejected(tmp_path) -> None:
