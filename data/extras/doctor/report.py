@@ -57,11 +57,12 @@ class ShardReport:
         self.classes.update(set(labels))  # count a repeated label once
         self.most_labels = max(self.most_labels, len(labels))
         # Rounding keeps each histogram to a few thousand values for any number of images.
+        ratio = header.width / header.height
         measures = {
             "height": header.height,
             "width": header.width,
             "shorter side": min(header.height, header.width),
-            "width / height": round(header.width / header.height, 2),
+            "width / height": round(ratio, 2) or float(f"{ratio:.1g}"),  # not 0 for a narrow image
             "kB": round(len(image) / 1000, 1),
         }
         for name, value in measures.items():

@@ -68,6 +68,9 @@ TEST = ("val", "validation", "valid", "test", "testing", "eval", "dev")
 OPENED = 1000  # images whose headers are read: all of a small set, so that `new` names its files that are no images
 KEPT = 32  # images whose bytes are kept, to measure the decoding speed
 MAX_NAMED = 5  # file types named in a note
+# Share of unlabelled samples in tars, above which the tars are packed again without them: training replaces each such
+# sample by the next one, which can be unlabelled too.
+MAX_UNLABELLED = 0.1
 WORD = re.compile(r"[a-z]+")  # words of a lower-case file name: cifar10-train-000.tar has cifar, train, tar
 # Original file name → source, splits to train and to evaluate on, and approximate shorter side of an image in pixels.
 KNOWN = {
@@ -177,16 +180,18 @@ class Sets:
         if self.test is not None or not self.train.classes:
             return 0
         counts = sorted(self.train.class_counts.values())
-        if self.train.images < 10 or counts[len(counts) // 2] < 2:
+        images = self.train.labelled
+        if images < 10 or counts[len(counts) // 2] < 2:
             return 0
-        if self.train.images < 1000:
+        if images < 1000:
             return 20
-        return max(1, min(10, round(1_000_000 / self.train.images)))
+        return max(1, min(10, round(1_000_000 / images)))
 
     @property
     def images(self) -> int:
-        """Number of training images, excluding held-out images."""
-        return max(1, round(self.train.images * (100 - self.held_out) / 100))
+        """Number of training images, excluding held-out images and, for classification, images without labels."""
+        images = self.train.labelled if self.train.classes else self.train.images
+        return max(1, round(images * (100 - self.held_out) / 100))
 
 
 def survey(place: str, *, unlabelled: bool = False, leaf_tables: str | None = None, report: Report) -> Sets:
@@ -237,6 +242,9 @@ def survey(place: str, *, unlabelled: bool = False, leaf_tables: str | None = No
     if train.classes and without_label:
         first = f" (the first: {train.first_unreadable})" if train.first_unreadable else ""
         train.notes.append(f"{without_label:,} images have no usable label and are excluded from training{first}")
+        if train.source == "shards" and without_label > MAX_UNLABELLED * train.images:
+            train.source = "tars"
+            train.notes.append("the tars are packed again without them")
     if train.are_ids and are_pairs([train.class_counts[str(label)] for label in range(train.classes)], train.labelled):
         raise DataError(f"{train_place}: {PAIRS}")
     gap = train.gap_in_ids()
@@ -306,7 +314,7 @@ def parts_of(place: str) -> tuple[str, str | None]:
         for name in class_folders_in(path):
             folders[name.lower()] = str(path / name)
         kinds = [folders]
-        for suffix in (".tar", ".parquet", ".csv"):
+        for suffix in (".tar", ".parquet", ".csv", ".jsonl"):
             kinds.append(parts_of_files(sorted(path.glob(f"[!.]*{suffix}"))))
     elif not path.exists():
         kinds = [parts_of_files(matching(place))]
@@ -324,9 +332,11 @@ def parts_of(place: str) -> tuple[str, str | None]:
         for word in TRAIN:
             if word not in WORD.findall(path.name.lower()):
                 continue
+            # Ignore case: Train next to Val.
+            neighbours = {other.name.lower(): other for other in path.parent.glob("[!.]*")}
             for other_word in TEST:
-                other = path.with_name(path.name.replace(word, other_word))
-                if other.exists():
+                other = neighbours.get(path.name.lower().replace(word, other_word))
+                if other is not None:
                     return str(path), str(other)
     return str(path), None
 
@@ -382,7 +392,7 @@ def has_folders(folder: Path) -> bool:
 def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
     """Return the path or pattern of the files of each part (train, test, …), by the words in their names.
 
-    Raises DataError if there are train and test files, and others that belong to no part (except for CSV tables).
+    Raises DataError if there are train and test files, and others that belong to no part (except for tables).
     """
     parts: dict[str, str] = {}
     of_parts: list[Path] = []
@@ -395,7 +405,7 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
             of_parts += named
             rest.difference_update(named)
     train, test = train_and_test(parts)
-    if train is not None and test is not None and rest and files[0].suffix != ".csv":
+    if train is not None and test is not None and rest and files[0].suffix not in (".csv", ".jsonl"):
         pattern = pattern_of(of_parts) or train
         raise DataError(
             f"{files[0].parent}: {preview(sorted(file.name for file in rest))} have neither train nor test in their "
@@ -424,7 +434,7 @@ def inspect(place: str, unlabelled: bool, report: Report) -> FoundSet:
             for file in path.glob(f"[!.]*{suffix}"):
                 raise DataError(
                     f"{file}: compressed tars do not allow random access to samples\n"
-                    f"  run gzip -d {file} (or zstd -d), and run the same command again"
+                    f"  run gzip -d {shlex.quote(str(file))} (or zstd -d), and run the same command again"
                 )
         return inspect_folder(path, unlabelled, report)
     if path.suffix in INSPECTORS:
@@ -641,7 +651,9 @@ def inspect_index(folder: Path, report: Report) -> FoundSet:
         image_set.class_counts[name] = count
     if index.classes:
         image_set.most_labels = 1
-        image_set.labelled = index.samples
+        image_set.labelled = min(
+            sum(index.class_counts), index.samples
+        )  # a sample with several labels counts several times
     if sum(index.class_counts) > index.samples:
         image_set.most_labels = int(index.table(0)["label_size"].max(initial=1) + 1) // 2
     if index.remote:

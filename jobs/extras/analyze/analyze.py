@@ -11,7 +11,7 @@ patchline analyze weights/l16 imagenet-000000.tar --limit 128 --output analysis 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -79,14 +79,17 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> dict[str
     try:
         config: ViTConfig = analysis.vit_of(model).config
         bad: dict[str, str] = {}
-        images = dict(islice(read_images(paths, config.image_size, limit, bad), limit))
+        # A list, because tars in different folders can have samples with equal names.
+        images = list(islice(read_images(paths, config.image_size, limit, bad), limit))
+        names = [name for name, _ in images]
         if not images:
             name, reason = next(iter(bad.items()))
             raise DataError(
                 f"none of the {len(bad)} images can be read; the first is {name}: {reason}\n"
                 "  expected intact images; restore them from their source"
             )
-        attention = attention_of(model, config, images)
+        pixels = [pixels_of_image for _, pixels_of_image in images]
+        attention = attention_of(model, config, pixels)
         activity.now("analyze: drawing …")
         features = features_of(model)
     except ValueError as error:
@@ -96,11 +99,11 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> dict[str
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(PAPER_STYLE):
-        draw_attention(images, attention.maps, folder / "attention.png")
+        draw_attention(pixels, attention.maps, folder / "attention.png")
         draw_features(features, attention.distance, folder / "inside.png")
     numbers = {
         "weights": weights,
-        "images": list(images),
+        "images": names,
         "attention_maps": rounded(attention.maps),
         "attention_distance": rounded(attention.distance),
         "attention_distance_renormalised": rounded(attention.distance_renormalised),
@@ -126,7 +129,7 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> dict[str
     return {
         "analysis": str(folder / "analysis.json"),
         "figures": [str(folder / name) for name in ("attention.png", "inside.png")],
-        "images": list(images),
+        "images": names,
         "unreadable": bad,
         "attention_distance": [float(value) for value in reach],
         "report": lines,
@@ -151,7 +154,7 @@ def read_images(
             bad[name] = str(error)
 
 
-def attention_of(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) -> AttentionMaps:
+def attention_of(model: nn.Module, config: ViTConfig, images: Sequence[np.ndarray]) -> AttentionMaps:
     """Compute attention maps and distances in batches whose attention weights fit into BATCH_BYTES."""
     tokens = config.prefix_tokens + config.grid[0] * config.grid[1]
     size = max(1, BATCH_BYTES // (4 * config.depth * config.heads * tokens**2))
@@ -159,8 +162,8 @@ def attention_of(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarr
     distance = torch.zeros(config.depth, config.heads, dtype=torch.float64)
     renormalised = torch.zeros_like(distance)
     progress = ProgressMeter("images analyzed", len(images))
-    named = iter(images.values())
-    while chunk := list(islice(named, size)):
+    rest = iter(images)
+    while chunk := list(islice(rest, size)):
         progress(len(maps))
         batch = torch.from_numpy(np.stack(chunk)).permute(0, 3, 1, 2)  # (b, height, width, 3) → (b, 3, height, width)
         weights = analysis.attention_weights(model, normalise(batch, config, torch.float32, device()))
@@ -195,9 +198,9 @@ def rounded(tensor: Tensor | None) -> object:
 # -------------------------------------------------------------------------------------------------- drawing
 
 
-def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> None:
+def draw_attention(images: Sequence[np.ndarray], maps: Tensor, path: Path) -> None:
     """Draw figure 6: each image next to a copy darkened outside the attended regions."""
-    shown = list(images.values())[:MAX_IMAGES]
+    shown = images[:MAX_IMAGES]
     height, width = shown[0].shape[:2]  # all images have the model's input size
     pairs = 1 if len(shown) <= MAX_ROWS else 2  # in a row
     rows = -(-len(shown) // pairs)

@@ -350,6 +350,7 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", ma
         cluster=cluster,
         packed=packed,
         bad_fraction=bad_fraction(sets.train),
+        unlabelled=unlabelled_in_training(sets.train),
         path_of_parts=path_of_parts,
         places=places,
         processes=min(16, max(1, cores_of_worker - 1)),
@@ -375,11 +376,24 @@ def bad_fraction(image_set: FoundSet) -> str:
     Twice the observed fraction, because a decoder can reject an image with a valid header. If only some images were
     opened, another 3 / opened, so that the fraction among all images is below the limit with a confidence of 95 % (if
     no bad image was found, this is the rule of three; Hanley & Lippman-Hand 1983).
+
+    Training also counts unlabelled samples as bad, and the one that replaces a sample can be unlabelled too: twice
+    their number for each labelled sample. Other sources than tars and indexes exclude them from the packed set.
     """
-    allowed = 2 * image_set.bad.total()
+    allowed = 2.0 * image_set.bad.total()
     if image_set.opened < image_set.images:
         allowed += 3
-    return f"{allowed / image_set.opened:.2g}" if allowed and image_set.opened else ""
+    fraction = allowed / image_set.opened if image_set.opened else 0.0
+    if unlabelled_in_training(image_set):
+        fraction += 2 * unlabelled_in_training(image_set) / image_set.labelled
+    return f"{min(fraction, 1):.2g}" if fraction else ""
+
+
+def unlabelled_in_training(image_set: FoundSet) -> int:
+    """Return the number of samples that training reads and replaces because they have no label."""
+    if not image_set.classes or image_set.source not in ("shards", "index"):
+        return 0
+    return image_set.images - image_set.labelled
 
 
 def write_probe(path: Path, name: str, sets: Sets, init: str) -> None:

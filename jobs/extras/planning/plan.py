@@ -85,6 +85,7 @@ class Plan:
     lines: list[str] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)  # name, kind, key, status and values of each stage
     would_run: set[str] = field(default_factory=set)  # names of unfinished stages
+    resumed: list[str] = field(default_factory=list)  # names of stages that have a checkpoint
     to_train: list[PlannedTraining] = field(default_factory=list)
 
     def add(self, label: str, text: str) -> None:
@@ -100,6 +101,7 @@ class Plan:
             status = "finished, would be skipped"
         elif StageCheckpoints(campaign.storage, campaign.directory(stage).name).committed():
             status = "unfinished, would resume from its newest checkpoint"
+            self.resumed.append(stage.name)
         # This happens only with --fresh (jobs/recipe/validate.py).
         elif unfinished_folder(campaign, stage) is not None:
             status = "unfinished with another config, would restart from step 0"
@@ -223,6 +225,9 @@ class Plan:
             time = f"ESTIMATE, not measured: {time}, without saves and failures"
         elif self.assumed.mtbf_hours is not None:
             time += f" with {failures:.1f} failures"
+        resumed = [stage.name for stage in timed if stage.name in self.resumed]
+        if resumed:
+            time += f"; includes the finished steps of {few(resumed)}, whose remaining time is in `status`"
         if untimed:
             time += f"; UNKNOWN for {few(untimed)}"
         return fits, time, format_cost(least_hours, most_hours, self.assumed.price)

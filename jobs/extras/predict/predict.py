@@ -40,6 +40,7 @@ from data.extras.pages import page
 from data.files import write_atomically
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
+from data.index.names import preview
 from jobs.extras.conversion import class_names, verify
 from jobs.extras.given_images import GivenImage, given_images
 from jobs.extras.predict.against import RIGHT, ClassList, agree, check_known, compared, comparison_lines, names_of_sets
@@ -248,6 +249,13 @@ def predict(
             right = sum(not row.is_wrong for row in labelled)
             share = right / len(labelled)
             lines.append(f"right: {right:,} of {counted(len(labelled), 'labelled image')} ({share:.1%})")
+            unknown = [row for row in labelled if known.isdisjoint(row.true_labels)]
+            if unknown:
+                example = preview(unknown[0].true_labels[:1])
+                lines.append(
+                    f"{len(unknown):,} of them have classes that the weights do not have, for example {example}, and "
+                    "count as wrong"
+                )
     lines.append(f"written  {table}  {table.with_suffix('.html')}")
     images_of_document = []
     for row in rows:

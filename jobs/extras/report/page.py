@@ -607,14 +607,14 @@ def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
 
 
 def names_of(runs: Sequence[RunHistory]) -> dict[Path, str]:
-    """Name runs after their folders; if two names are equal, add the parent folders or, if needed, the whole paths."""
+    """Name runs after their folders; if two names are equal, add parent folders until they differ."""
     names = {run.path: run.name for run in runs}
-    if len(set(names.values())) < len(names):
+    levels = 0
+    while len(set(names.values())) < len(names) and levels < max(len(run.path.parts) for run in runs):
+        levels += 1
         for run in runs:
-            names[run.path] = f"{run.path.parent.name}/{run.name}"
-    if len(set(names.values())) < len(names):
-        for run in runs:
-            names[run.path] = run.address
+            parents = run.path.parts[: -1 - run.name.count("/")]  # the name of a stage's folder has its run's name
+            names[run.path] = "/".join((*parents[-levels:], run.name))
     return names
 
 

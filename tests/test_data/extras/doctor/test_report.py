@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from data.extras.doctor.report import ShardReport, Spread
+from data.images.decode import Header
 
 pytestmark = pytest.mark.quick
 
@@ -27,3 +28,10 @@ def test_repeated_label_counts_once_and_sizes_are_measured():
     assert report.spreads["width / height"] == {2.0: 1, 0.5: 1}
     assert report.spreads["kB"] == {1.5: 1, 0.5: 1}
     assert len(set(report.hashes)) == 2
+
+
+@pytest.mark.parametrize(("height", "width", "ratio"), [(5000, 10, 0.002), (9, 16, 1.78), (10, 5000, 500)])
+def test_a_narrow_image_has_no_ratio_of_zero(height: int, width: int, ratio: float) -> None:
+    report = ShardReport("a.tar")
+    report.add_good(Header("png", height, width), b"image", (0,))
+    assert report.spreads["width / height"].quantile(0.5) == ratio

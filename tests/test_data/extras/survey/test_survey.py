@@ -1,6 +1,7 @@
 """Folders of images are recognised by their content, and counted by class."""
 
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,29 @@ def test_folders_named_train_and_val_are_two_sets(tmp_path) -> None:
     assert sets.held_out == 0
 
 
+@pytest.mark.parametrize(
+    ("train", "other", "expected"),
+    [("train", "val", "val"), ("Train", "Val", "Val"), ("TRAIN", "test", "test"), ("Train", "more", None)],
+)
+def test_a_set_is_never_its_own_evaluation_set(train: str, other: str, expected: str | None, tmp_path) -> None:
+    write_images(tmp_path / train, {"cat": 4, "dog": 3})
+    write_images(tmp_path / other, {"cat": 1, "dog": 2})
+    sets = survey(str(tmp_path / train), report=lambda _: None)
+    assert sets.train.path == str(tmp_path / train)
+    assert (sets.test.path if sets.test else None) == (str(tmp_path / expected) if expected else None)
+
+
+def test_jsonl_tables_named_train_and_test_are_two_sets(tmp_path) -> None:
+    """Before, such a folder was one set of unlabelled images."""
+    write_images(tmp_path / "images", {"a": 3, "b": 2})
+    for name in ("train", "test"):
+        rows = [f'{{"file_name": "images/{label}/0.jpg", "label": "{label}"}}\n' for label in "ab"]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    sets = survey(str(tmp_path), report=lambda _: None)
+    assert sets.test is not None
+    assert [Path(found.path).name for found in (sets.train, sets.test)] == ["train.jsonl", "test.jsonl"]
+
+
 def test_missing_path_is_rejected(tmp_path) -> None:
     with pytest.raises(DataError):
         survey(str(tmp_path / "nowhere"), report=lambda _: None)
@@ -40,7 +64,7 @@ def test_missing_path_is_rejected(tmp_path) -> None:
 
 @pytest.mark.parametrize(("count", "percent"), [(4, 0), (499, 20), (500, 10), (250_000, 2), (10_000_000, 1)])
 def test_small_set_holds_out_a_larger_share_than_a_large_one(count, percent) -> None:
-    found = FoundSet("folder", "photos", images=2 * count)
+    found = FoundSet("folder", "photos", images=2 * count, labelled=2 * count)
     found.class_counts.update({"cat": count, "dog": count})
     assert Sets(found).held_out == percent
 
@@ -100,6 +124,19 @@ def test_images_of_tars_are_opened_at_their_offsets(tmp_path) -> None:
     assert found.images == 6
     assert found.sides == [(16, 16)] * 6
     assert found.examples == [sample.image for sample in samples]
+
+
+@pytest.mark.parametrize(("unlabelled", "source"), [(1, "shards"), (20, "tars")])
+def test_unlabelled_samples_are_no_training_images(unlabelled: int, source: str, tmp_path) -> None:
+    members = []
+    for number, sample in enumerate(islice(digits(train=False, image_size=16), 40)):
+        members.append((f"{number}.jpg", sample.image))
+        if number >= unlabelled:
+            members.append((f"{number}.cls", str(number % 2).encode()))
+    write_tar(tmp_path / "a.tar", members)
+    sets = survey(str(tmp_path), report=lambda _: None)
+    assert sets.train.source == source, "many unlabelled samples would be read in vain in each pass"
+    assert sets.images == round(0.8 * (40 - unlabelled)), "a fifth is held out"
 
 
 def test_paths_that_the_shell_expanded_become_their_pattern_again(tmp_path) -> None:

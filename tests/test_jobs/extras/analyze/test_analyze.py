@@ -64,16 +64,14 @@ def test_a_hybrid_without_position_embeddings_has_no_similarity_and_no_filters(t
 
 
 def test_attention_figure_has_room_for_every_image_and_the_titles(tmp_path):
-    images = {name: np.zeros((24, 16, 3), np.uint8) for name in "abc"}
-    draw_attention(images, torch.ones(3, 3, 2), tmp_path / "attention.png")
+    image = np.zeros((24, 16, 3), np.uint8)
+    draw_attention([image] * 3, torch.ones(3, 3, 2), tmp_path / "attention.png")
     # By hand, at 200 pixels per inch and 3.25 inches for two images of 16 pixels and a gap of 1: three images of 24
     # pixels with two gaps, and 0.2 inches for the titles.
     height, width = cv2.imread(str(tmp_path / "attention.png")).shape[:2]
     assert width == 650
     assert height == pytest.approx(200 * (3.25 * 74 / 33 + 0.2), abs=1)
-    draw_attention(
-        {name: np.zeros((24, 16, 3), np.uint8) for name in "abcdefgh"}, torch.ones(8, 3, 2), tmp_path / "8.png"
-    )
+    draw_attention([image] * 8, torch.ones(8, 3, 2), tmp_path / "8.png")
     height, width = cv2.imread(str(tmp_path / "8.png")).shape[:2]
     assert width == 200 * 6.75, "both columns: eight images in one column would be higher than a page"
     assert height == pytest.approx(200 * (6.75 * (4 * 25 - 1) / (4 * 17 - 1) + 0.2), abs=1)
@@ -110,3 +108,15 @@ def test_images_are_read_from_shards(tmp_path):
     names = json.loads((tmp_path / "out/analysis.json").read_text())["images"]
     assert len(names) == 3
     assert all(name.startswith("test-000000.tar:") for name in names)
+
+
+def test_samples_with_equal_names_in_two_folders_are_all_analysed(tmp_path):
+    shards = []
+    for folder in ("first", "second"):
+        pack(digits(train=False, image_size=16), tmp_path / folder, name="test")
+        shards.append(str(tmp_path / folder / "test-000000.tar"))
+    assert main(["analyze", save_model(tmp_path), *shards, "--limit", "720", "--output", str(tmp_path / "out")]) == 0
+    names = json.loads((tmp_path / "out/analysis.json").read_text())["images"]
+    in_a_shard = sum(1 for _ in digits(train=False, image_size=16))
+    assert len(names) == min(720, 2 * in_a_shard)
+    assert len(set(names)) < len(names)

@@ -1,6 +1,7 @@
 """`jobs data check|list|stats|repair`: bad samples are counted, shown and left out of a repaired data set."""
 
 import json
+import shlex
 from pathlib import Path
 
 import cv2
@@ -42,6 +43,14 @@ def test_check_counts_bad_samples_and_a_repaired_data_set_passes(broken, tmp_pat
     assert "17 samples in 1 shard," in (out := capsys.readouterr().out)
     assert "3 samples excluded" in out
     assert main(["data", "check", str(tmp_path / "mended"), "--workers", "2"]) == 0
+
+
+def test_the_suggested_repair_of_a_set_with_a_space_in_its_name_can_be_typed(broken, tmp_path, capsys):
+    spaced = broken.rename(tmp_path / "my set")
+    assert main(["data", "check", str(spaced)]) == 65
+    command = capsys.readouterr().out.partition("run python -m jobs ")[2].strip()
+    words = [str(tmp_path / "new") if word == "NEW-FOLDER" else word for word in shlex.split(command)]
+    assert main(words) == 0
 
 
 def test_stats_show_the_distribution_of_sizes_and_classes(shards, capsys):

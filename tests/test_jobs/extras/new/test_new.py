@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -473,3 +474,16 @@ def test_limit_on_bad_samples_allows_for_the_images_that_were_not_opened(images,
         mean = float(limit) * opened
         chance = sum(math.exp(-mean) * mean**found / math.factorial(found) for found in range(bad + 1))
         assert chance < 0.05
+
+
+def test_limit_on_bad_samples_allows_for_unlabelled_samples():
+    counts = Counter(cat=475, dog=475)
+    image_set = FoundSet("shards", "photos", 1000, counts, labelled=950, opened=1000)
+    # A plain loop: a sample without a label is replaced by the next one, and each such sample counts as bad.
+    random = np.random.default_rng(0)
+    bad = 0
+    for _ in range(20_000):
+        while random.random() < 0.05:
+            bad += 1
+    assert bad / 20_000 < float(bad_fraction(image_set)) < 4 * bad / 20_000
+    assert bad_fraction(replace(image_set, source="tars")) == "", "they are not packed"

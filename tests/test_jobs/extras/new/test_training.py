@@ -80,7 +80,7 @@ def test_a_row_of_a_table_applies_from_its_minimum_number_of_images_on():
 def sets_of(images: int, side: int) -> Sets:
     """Return two classes of images of this size, with another set to evaluate on."""
     counts = Counter({"cats": images // 2, "dogs": images - images // 2})
-    train = FoundSet("folders", "/images", images=images, class_counts=counts, sides=[(side, side)])
+    train = FoundSet("folders", "/images", images, counts, labelled=images, sides=[(side, side)])
     return Sets(train, test=FoundSet("folders", "/others"))
 
 

@@ -1,7 +1,9 @@
 """Times, failures and costs that `plan` derives from trials; expected values are computed by hand."""
 
 import dataclasses
+import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -129,3 +131,18 @@ def test_plan_describes_the_reduction_of_gradients(zero, tuning, world, parts, l
 def test_small_model_has_one_bucket_and_one_worker_needs_no_reduction():
     assert "one bucket of 22 million gradients" in reduction_line({"stage": 2}, 22_000_000, 4)
     assert reduction_line({"stage": 2}, 22_000_000, 1) == ""
+
+
+def test_the_time_of_a_stage_that_resumes_is_marked_as_that_of_all_its_steps(recipe, capsys):
+    words = ["plan", str(recipe), "pretrain.precision=bf16", "--gpu", "h100"]
+    assert main([*words, "--json"]) == 0
+    before = json.loads(capsys.readouterr().out)
+    [stage] = [stage for stage in before["stages"] if stage["name"] == "pretrain"]
+    assert "finished steps" not in before["time"]
+    folder = Path(before["run"]) / f"pretrain-{stage['key'][:8]}"
+    (folder / "checkpoints" / "step-00000012").mkdir(parents=True)
+    assert main([*words, "--json"]) == 0
+    after = json.loads(capsys.readouterr().out)
+    assert "includes the finished steps of pretrain" in after["time"]
+    [resumed] = [stage for stage in after["stages"] if stage["name"] == "pretrain"]
+    assert resumed["most_s"] == pytest.approx(stage["most_s"])

@@ -102,6 +102,9 @@ def test_samples_of_a_set_are_predicted_with_their_true_labels(tmp_path, weights
     assert sum(scores) == pytest.approx(1, abs=1e-4)
     right = sum(row["label"] == row["true_label"] for row in rows)
     assert f"right: {right} of {len(rows)} labelled images ({right / len(rows):.1%})" in document["report"]
+    unknown = sum(label not in NAMES for label in expected)
+    text = f"{unknown} of them have classes that the weights do not have, for example '5', and count as wrong"
+    assert text in document["report"]
     assert [image["true_labels"] for image in document["images"]] == [[label] for label in expected]
     # The page marks the wrong ones among its first 200 images.
     wrong = sum(row["label"] != row["true_label"] for row in rows[:200])

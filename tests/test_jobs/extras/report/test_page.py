@@ -23,9 +23,9 @@ from data.index.document import load_index, write_index
 from data.reader import ShardReader
 from data.storage import Folder
 from jobs.__main__ import main
-from jobs.extras.history import read_run
+from jobs.extras.history import RunHistory, read_run
 from jobs.extras.report import page, page_watcher
-from jobs.extras.report.page import write_report
+from jobs.extras.report.page import names_of, write_report
 from jobs.ownership import Lease
 from jobs.run.log import write_status
 from pipeline import artifacts
@@ -698,3 +698,21 @@ def test_a_run_updates_its_page_and_a_comparison_finds_the_first_different_step(
     assert "first differ at step 3: loss" in compared.text
     assert compared.row("config", "optim.lr")[2:4] == ["0.01", "0.02"]
     assert re.search(r"Most likely cause:\s+config, optim.lr\s+\(0.01 → 0.02\)", compared.text)
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/a/runs/x", "/a/runs/y"], ["x", "y"]),
+        (["/a/x", "/b/x"], ["a/x", "b/x"]),
+        (["/a/runs/x", "/b/runs/x", "/b/runs/y"], ["a/runs/x", "b/runs/x", "b/runs/y"]),
+        (["/a/x/fit-1", "/b/x/fit-1"], ["a/x/fit-1", "b/x/fit-1"]),
+    ],
+)
+def test_runs_whose_folders_have_equal_names_are_all_compared(paths, names):
+    """Before, two runs named runs/x in different folders were one run of the comparison."""
+    runs = []
+    for path in map(Path, paths):
+        name = path.name if "fit" not in path.name else f"{path.parent.name}/{path.name}"
+        runs.append(RunHistory(path, name, str(path), [], "done", "", ""))
+    assert list(names_of(runs).values()) == names
