@@ -139,7 +139,10 @@ class Cache:
         part = path.with_suffix(".part")
         # The transfer may have corrupted the first copy: try once more from the start.
         for _ in range(2):
-            self.make_room(shard.bytes)
+            # An interrupted download is not abandoned any more, and its bytes need no second place.
+            with suppress(FileNotFoundError):
+                os.utime(part)
+            self.make_room(shard.bytes, size_or_none(part) or 0)
             with open(part, "a+b", opener=open_regular) as file:
                 # Hash the part that already exists; this also leaves the file position at its end.
                 file.seek(0)
@@ -184,8 +187,8 @@ class Cache:
 
     # ------------------------------------------------------------------------------------------ eviction
 
-    def make_room(self, size: int) -> None:
-        """Delete the least recently used shards until `size` more bytes fit within the limit.
+    def make_room(self, size: int, present: int = 0) -> None:
+        """Delete the least recently used shards until `size` bytes fit, of which `present` are already in the cache.
 
         Raises DataError if the shard is larger than the limit.
         """
@@ -197,7 +200,7 @@ class Cache:
         with locked(self.directory / "eviction.lock"):
             # Downloads in progress count towards the limit, but only abandoned ones may be deleted.
             abandoned_since_ns = time.time_ns() - ABANDONED_S * 10**9
-            total = size
+            total = size - present
             deletable = []  # (time of last use, bytes, path)
             for path in self.directory.iterdir():
                 if path.suffix not in (".tar", ".part"):

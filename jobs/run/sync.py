@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data.bucket import Bucket, each
+from data.bucket import PIECE, Bucket, each
 from data.checks import check_file_name
 from data.errors import DataError, PatchlineError, RunOwned
 from data.files import refuse_planted, write_atomically
+from data.remote.urls import refuse_error_page
 from data.storage import Storage
 from jobs.ownership import LEASES, Lease
 from pipeline.artifacts import DONE
@@ -155,7 +156,15 @@ def fetch_small_files(store: Bucket, is_selected: Callable[[str], bool]) -> dict
     def fetch(name: str) -> None:
         path = store.local / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        store.fetch(name, path, missing[name])
+        # A running command may replace the file after the listing. One request returns one version of it, but a large
+        # file is read in pieces, and written only once.
+        content = store.read(name) if missing[name] <= PIECE else None
+        if content is None:
+            store.fetch(name, path, missing[name])
+            return
+        if len(content) != missing[name]:
+            refuse_error_page(f"{store.url}/{name}", content)
+        write_atomically(path, content)
 
     def make_attempt_folder(name: str) -> None:
         try:

@@ -18,7 +18,7 @@ from data.files import write_atomically
 from data.remote.config import CacheConfig
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, Stage, StageKind
 from jobs.stages import training
-from jobs.stages.evaluate import evaluate_on_workers
+from jobs.stages.evaluate import EvaluateConfig, evaluate_on_workers
 from models import ModelConfig
 from pipeline.architecture import check_shape
 from pipeline.config import Tags, require, tags
@@ -66,7 +66,8 @@ class FewShot(StageKind):
 
         worker_config = WorkerConfig(
             preprocess=cfg.preprocess or f"resize({context.model.image_size})",
-            max_labels=1,
+            # Only the first label counts, but a sample with more labels than this would be excluded.
+            max_labels=EvaluateConfig.max_labels,
             micro_batch=cfg.micro_batch,
             precision=cfg.precision,
             stall_s=cfg.stall_s,

@@ -167,6 +167,10 @@ def fit(x: Tensor, labels: Tensor, l2: float = L2) -> LinearMap:
 def solve_gram(gram: Tensor, y: Tensor, l2: float) -> Tensor:
     """Solve (gram + l2 · I) x = y for a Gram matrix (K, K) and targets (K, C); return x (K, C)."""
     values, vectors = torch.linalg.eigh(gram)
+    if l2 == 0:
+        # A constant feature makes the Gram matrix singular: leave out its directions, as least squares does.
+        is_zero = values <= values.max() * len(values) * torch.finfo(values.dtype).eps
+        values = values.masked_fill(is_zero, torch.inf)
     return (vectors / (values + l2)) @ vectors.T @ y
 
 

@@ -101,7 +101,9 @@ def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
         # Add the votes one neighbour at a time: otherwise a GPU would sum them in a varying order.
         weights = torch.ones_like(similarities, dtype=torch.float64)
         if settings.weighted:
-            weights = (similarities.double() / settings.temperature).exp()
+            # Relative to the nearest neighbour's vote; otherwise, a low temperature would make all votes infinite.
+            nearer = similarities.double() - similarities[:, :1].double()
+            weights = (nearer / settings.temperature).exp()
         votes = torch.zeros(len(queries), classes, dtype=torch.float64, device=device)
         every_row = torch.arange(len(queries), device=device)
         for number in range(most):

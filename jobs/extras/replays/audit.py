@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -182,9 +182,10 @@ def audit(
     if differing and all(finding.verdict == OTHER_HARDWARE for finding in differing):
         conditions = sorted({name for finding in differing for name in finding.conditions})
         error: PatchlineError = ClusterError(
-            f"cannot audit {replays.name} here: this machine differs from that of the run in {', '.join(conditions)}, "
+            f"cannot audit {replays.name} here: the conditions of the run were different: {', '.join(conditions)}, "
             f"so the last bits differ; both values are in {report}\n"
-            "  repeat the audit under the conditions of the run: the same processor, libraries, threads and variables"
+            "  repeat the audit under the conditions of the run: the same processor, libraries, threads and variables\n"
+            "  if they changed within the steps (`world` is the number of workers), choose others with --from and --to"
         )
     elif differing:
         worst = differing[0]
@@ -208,7 +209,7 @@ def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Findi
     """
     if not 0 < share <= 1:
         raise UsageError(f"--share is {share}, expected a number greater than 0 and at most 1, for example 0.01")
-    stretches = [Finding(start, last) for start, last in pairwise([0, *stage.commits])]
+    stretches = [Finding(start, last) for start, last in pairwise(stage.bounds)]
     if not stretches:
         raise UsageError(f"{stage.folder.name} has no commits with which repeated steps could be compared")
     budget = max(share * stage.steps, min(finding.last - finding.start for finding in stretches))
@@ -227,9 +228,14 @@ def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Findi
 def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None:
     """Compare a stretch's steps and last commit with their repetition; store the differences in `finding`."""
     start = after.start_of(finding.last)
-    start_before = before.start_of(finding.last)
     finding.world = start["world"]
-    for name in CONDITIONS:
+    # Several attempts may have trained the stretch, because old commits between them are deleted.
+    repeated_steps = range(finding.start + 1, finding.last + 1)
+    attempts = {before.step_records[step].attempt for step in repeated_steps if step in before.step_records}
+    starts_before = [record for record in before.starts if record["attempt"] in attempts]
+    # In exact mode, bits do not depend on the number of workers.
+    names = CONDITIONS if before.cfg.exact_parts else (*CONDITIONS, "world")
+    for name, start_before in product(names, starts_before or [before.start_of(finding.last)]):
         # Earlier versions did not record the arithmetic.
         if name == "arithmetic" and name not in start_before:
             continue
@@ -238,7 +244,7 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
 
     # 1. Compare the steps. Records can be missing, for example after disk errors or if the run skipped steps.
     has_other_result = False
-    for step in range(finding.start + 1, finding.last + 1):
+    for step in repeated_steps:
         if step not in before.step_records or step not in after.step_records:
             continue
         original = before.step_records[step]

@@ -113,7 +113,7 @@ class Replays:
 
     def between(self, first: int | None, last: int | None) -> tuple[int, int]:
         """Return --from and --to. Raises UsageError unless both are steps of commits and --from is the earlier one."""
-        commits = [0, *self.stage.commits]
+        commits = self.stage.bounds
         if first is None or last is None or first not in commits or last not in commits[1:]:
             listed = ", ".join(map(str, commits[-12:]))
             raise UsageError(

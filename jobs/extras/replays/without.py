@@ -27,6 +27,7 @@ from pipeline import artifacts
 from pipeline.checkpoints.manifest import read_manifest
 from pipeline.checkpoints.reader import export
 from pipeline.extras.needed import evaluations_of
+from pipeline.extras.replays.batch import TrainedStage
 from pipeline.extras.replays.masking import Mask, ranges_of
 from pipeline.monitoring.telemetry import account
 from pipeline.training_data import training_order
@@ -51,7 +52,7 @@ def without(
     """
     replays = Replays("without", run, output, overrides)
     stage = replays.stage
-    _, to = replays.between(0, to or max(stage.commits, default=0))
+    _, to = replays.between(stage.cfg.first_step, to or max(stage.commits, default=0))
 
     # 1. Find the first step that uses one of the samples. All attempts of a run use the same sample order.
     index, order = training_order(stage.config_at(1, to), stage.sets)
@@ -67,6 +68,13 @@ def without(
             first_use = step
         if step % 10_000 == 0:
             activity.now(f"searching for the first use of a sample: step {step:,} of {to:,} …")
+    begin = stage.cfg.first_step
+    if first_use is not None and first_use <= begin:
+        raise UsageError(
+            f"{replays.name} is a branch that begins at step {begin}, but its trunk has trained with these samples "
+            f"since step {first_use}, so its weights depend on them\n"
+            "  repeat the trunk without the samples: python -m jobs without RUN/TRUNK"
+        )
     start = stage.commit_before(first_use or to)
     while mask and start and read_manifest(stage.commits[start]).bad_samples:
         start = stage.commit_before(start)
@@ -102,7 +110,7 @@ def without(
     # 3. Compare the metrics of the last step, its ledger, and its weights.
     outcome = repeated.outcome
     manifest = read_manifest(repeated.commits[to])
-    before = evaluations_of(stage.records).get(to, {})
+    before = metrics_with(stage, to)
     for name, value in outcome["metrics"].items():
         line = f"{name} {value:.4f} without the samples"
         if name in before:
@@ -136,6 +144,16 @@ def without(
     document = replays.report(replays.folder / "audit.json", values)
     echo(f"the run without the samples: {repeated.folder}")
     return {**document, "folder": str(repeated.folder)}
+
+
+def metrics_with(stage: TrainedStage, step: int) -> dict[str, float]:
+    """Return the run's metrics at a step; {} if the run did not evaluate the weights that a repetition evaluates there.
+
+    A repetition ends at this step and evaluates averaged weights, but a run averages only for its last evaluation.
+    """
+    if stage.cfg.polyak and step < stage.steps:
+        return {}
+    return evaluations_of(stage.records).get(step, {})
 
 
 def masked_ranges(index: Index, samples: str | None, shards: Sequence[str]) -> list[list[int]]:

@@ -24,6 +24,7 @@ Out: figure.png, .svg and .pdf, figure.csv, figure.json (read by the report) and
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -157,9 +158,13 @@ class Figure(StageKind):
         # 1. Collect the points.
         points: list[Point] = []
         is_share = cfg.curve and cfg.y != "loss"  # all metrics are shares; axes and losses are not
-        for row in read_rows(cfg, context.campaign):
+        rows = read_rows(cfg, context.campaign)
+        counts = Counter(row.name for row in rows)
+        for row in rows:
             if cfg.curve:
-                curve = list(curve_of(cfg, row))
+                # Rows of several tables may have the same name, but each is a line.
+                series = row.name if counts[row.name] == 1 else f"{row.table}: {row.name}"
+                curve = list(curve_of(cfg, row, series))
                 points += curve
                 if not curve:
                     context.log(
@@ -345,17 +350,20 @@ def point_of(cfg: FigureConfig, row: FigureRow) -> Point:
     return point
 
 
-def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
+def curve_of(cfg: FigureConfig, row: FigureRow, series: str) -> Iterator[Point]:
     """Yield the points of a row's curve: the mean and deviation over the runs, at the steps shared by all runs.
 
-    Yields nothing if all runs have diverged.
+    `series` is the name of the line. Yields nothing if all runs have diverged.
     """
     x = "steps" if cfg.x == "row" else cfg.x
     curves: list[dict[int, float]] = []
+    seconds_per_step: list[float] = []  # of each run, if known
     for result in row.runs:
         if result["diverged"]:
             continue
         ends = result["axes"]
+        if "seconds" in ends:
+            seconds_per_step.append(ends["seconds"] / ends["steps"])
         folder = row.folder.parent / f"{result['stage']}-{result['key'][:8]}"
         values: dict[int, float] = {}
         planned = 0  # steps
@@ -382,8 +390,8 @@ def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
     for step in sorted(steps):
         # Axes include the trunk of a branch, as in `forecast_of`. The trunk's seconds are not known here.
         axes = axes_at(trained, model, step, planned)
-        if trained.first_step == 0 and "seconds" in ends:
-            axes["seconds"] = ends["seconds"] * step / ends["steps"]
+        if trained.first_step == 0 and len(seconds_per_step) == len(curves):
+            axes["seconds"] = float(np.mean(seconds_per_step)) * step
         for axis in (x, *cfg.fit):
             if axis not in axes:
                 raise DataError(
@@ -395,7 +403,7 @@ def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
         spread = 0.0
         if len(curves) > 1:
             spread = float(values_at.std(ddof=1))
-        point = Point(series=row.name, row=row.name, x=axes[x], y=y, low=y, high=y, runs=len(curves), axes={})
+        point = Point(series=series, row=row.name, x=axes[x], y=y, low=y, high=y, runs=len(curves), axes={})
         point |= {"low": y - spread, "high": y + spread}
         for axis in cfg.fit:
             point["axes"][axis] = axes[axis]
@@ -452,7 +460,7 @@ def as_markdown(figure: Mapping[str, Any]) -> Iterator[str]:
         # List only the last point of each curve; figure.csv has all points.
         points = panel["points"]
         if panel["is_curve"]:
-            points = {point["row"]: point for point in points}.values()
+            points = {point["series"]: point for point in points}.values()
         for point in points:
             place = point["x"]
             if not isinstance(place, str):

@@ -108,6 +108,15 @@ class TrainedStage:
         return commits
 
     @property
+    def bounds(self) -> Sequence[int]:
+        """Return the steps between which steps can be repeated: the stage's first step, and its own commits.
+
+        A branch begins at a commit that its trunk has trained.
+        """
+        first = self.cfg.first_step
+        return [first, *(step for step in self.commits if step > first)]
+
+    @property
     def outcome(self) -> Mapping[str, Any]:
         """Return the stage's results from done.json. Raises UsageError if the stage has not finished."""
         outcome = artifacts.read_done(self.folder)
@@ -190,11 +199,12 @@ class TrainedStage:
     def link_start(self, start: int, target: Path) -> None:
         """Link the checkpoint of step `start` (0: none) into the folder `target`, and copy the list of excluded steps.
 
-        Repeated calls have no further effect. Raises OSError if a file cannot be linked or copied.
+        A branch that has deleted its first checkpoint takes it from its trunk when it starts. Repeated calls have no
+        further effect. Raises OSError if a file cannot be linked or copied.
         """
         target.mkdir(parents=True, exist_ok=True)
         checkpoints = checkpoints_in(target / "checkpoints")
-        if start and not checkpoints.committed():
+        if start in self.commits and not checkpoints.committed():
             link_checkpoint(self.commits[start], checkpoints)
         if (self.folder / artifacts.EXCLUDED_STEPS).exists():
             shutil.copy(self.folder / artifacts.EXCLUDED_STEPS, target / artifacts.EXCLUDED_STEPS)

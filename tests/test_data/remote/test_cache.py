@@ -211,6 +211,20 @@ def test_partial_download_is_reused_only_if_it_is_correct(tmp_path, monkeypatch,
     assert asked[0] == first_asked
 
 
+def test_download_resumed_after_a_day_evicts_neither_its_own_part_nor_a_shard_that_fits(tmp_path, monkeypatch):
+    """The limit is two shards: the finished one, and the whole of the one in progress."""
+    content = os.urandom(1000)
+    asked = fake_storage(monkeypatch, content)
+    shard = shard_of(content)
+    day_ago = time.time() - 86400
+    for path, size in ((tmp_path / f"{shard.sha256}.part", 650), (tmp_path / "other.tar", 1000)):
+        path.write_bytes(content[:size])
+        os.utime(path, (day_ago, day_ago))
+    Cache(CacheConfig(str(tmp_path), limit_bytes=2000)).path("s3://b/x.tar", shard)
+    assert asked[0] == (650, 750)
+    assert (tmp_path / "other.tar").exists()
+
+
 def test_the_cache_stays_within_its_limit_and_drops_the_longest_unused(tmp_path, monkeypatch):
     cache = Cache(CacheConfig(str(tmp_path), limit_bytes=2500))
     contents = [os.urandom(1000) for _ in range(4)]

@@ -378,3 +378,15 @@ def test_claim_that_is_not_json_is_reported_with_its_name(tmp_path: Path, proxy:
     run.put("attempts/000001.json", b"[]")
     with pytest.raises(DataError, match=r"attempts/000001\.json is damaged: expected JSON"):
         fetch_small_files(run, lambda name: False)
+
+
+@pytest.mark.parametrize("listed", [3, 6, 90])
+def test_file_replaced_after_the_listing_arrives_whole(
+    listed: int, tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A running command replaces small files, such as examples.json, while another command downloads them."""
+    run = Bucket("s3://images/runs/live", tmp_path, attempts=2)
+    run.put("pretrain/examples.json", b"[1, 2]")
+    monkeypatch.setattr(run, "list", lambda: {"pretrain/examples.json": listed})
+    fetch_small_files(run, lambda name: True)
+    assert (tmp_path / "pretrain" / "examples.json").read_bytes() == b"[1, 2]"

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from sklearn.linear_model import Ridge
 
 from data.draws import few_shot_rows
@@ -235,3 +236,14 @@ def test_settings_at_their_limits_are_accepted() -> None:
     NeighboursConfig((1,), temperature=1e-9)
     LogisticConfig((0.0,), held_out=1e-9, seed=0, iterations=1)
     LogisticConfig(held_out=1 - 1e-9)
+
+
+@pytest.mark.parametrize("count", [20, 1000])
+def test_map_without_a_penalty_is_that_of_least_squares_if_features_are_constant(count: int) -> None:
+    """Some pixels of the digits are always 0, and 20 rows are fewer than the 64 pixels."""
+    pixels, digits = load_digits(return_X_y=True)
+    x, labels = pixels[:count], digits[:count]
+    fitted = fit(torch.from_numpy(x), torch.from_numpy(labels), 0.0)
+    rows = np.column_stack([(x - x.mean(0)) / (x.std(0) + 1e-5), np.full(count, 100.0)])
+    expected = rows @ np.linalg.lstsq(rows, 2.0 * np.eye(10)[labels] - 1, rcond=None)[0]
+    np.testing.assert_allclose(fitted.scores(torch.from_numpy(x)).numpy(), expected, atol=1e-6)

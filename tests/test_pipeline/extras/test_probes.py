@@ -53,6 +53,22 @@ def test_knn_matches_scikit_learn(weighted: bool, sets, monkeypatch: pytest.Monk
         assert is_right.mean() > 0.9
 
 
+def test_votes_of_a_low_temperature_do_not_overflow(sets) -> None:
+    """exp(similarity / 0.001) is infinite in float64; the nearest neighbour decides almost alone."""
+    train, test, arrays = sets
+    outcome = probes.knn(inputs_of(train, test), NeighboursConfig((20,), temperature=0.001))
+    rows = [part / np.linalg.norm(part, axis=1, keepdims=True) for part in (arrays["train"], arrays["test"])]
+    similarities = rows[1].astype(np.float64) @ rows[0].T.astype(np.float64)
+    expected = []
+    for of_row in similarities:
+        votes = np.zeros(10)
+        for neighbour in np.argsort(-of_row, kind="stable")[:20]:
+            votes[arrays["train_labels"][neighbour]] += np.exp((of_row[neighbour] - of_row.max()) / 0.001)
+        expected.append(votes.argmax())
+    (is_right,) = outcome.right["knn-20"]
+    assert (is_right == (expected == arrays["test_labels"])).mean() > 0.99
+
+
 def test_logistic_regression_matches_scikit_learn(sets) -> None:
     train, test, arrays = sets
     l2 = 1e-2

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 def replays() -> Replays:
     """Replays of a run with commits of steps 8 and 16."""
     replays = Replays.__new__(Replays)
-    replays.stage = SimpleNamespace(commits={8: "step-8", 16: "step-16"})  # type: ignore[assignment]
+    replays.stage = SimpleNamespace(bounds=[0, 8, 16])  # type: ignore[assignment]
     replays.name = "pretrain"
     return replays
 

@@ -1,12 +1,17 @@
 """The samples that `without` removes, as ranges; test_replays.py repeats runs without them."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from data.errors import DataError
+from data.errors import DataError, UsageError
 from data.extras.shards.packing import pack
 from data.extras.sources.samples import digits
 from data.index.index import Index
-from jobs.extras.replays.without import masked_ranges
+from data.order import Order
+from jobs.extras.replays import without
+from jobs.extras.replays.without import masked_ranges, metrics_with
 
 pytestmark = pytest.mark.quick
 
@@ -40,3 +45,28 @@ def test_an_unknown_shard_is_refused_with_an_example(index) -> None:
         match=r"--shards t-9\.tar matches 0 shards of the data set\n  expected exactly one: for example .*tar",
     ):
         masked_ranges(index, None, ["t-9.tar"])
+
+
+def test_a_branch_is_not_repeated_without_samples_of_its_trunk(index, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step uses all seven samples. The branch begins at step 2, so its first weights depend on them."""
+    cfg = SimpleNamespace(first_step=2)
+    stage = SimpleNamespace(cfg=cfg, commits={2: "", 4: ""}, sets=[index], config_at=lambda first, last: cfg)
+    replays = SimpleNamespace(stage=stage, name="cool", between=lambda first, last: (first, last))
+    monkeypatch.setattr(without, "Replays", lambda *arguments: replays)
+    order = Order(index.shard_samples, seed=0, batch_size=7)
+    monkeypatch.setattr(without, "training_order", lambda cfg, sets: (index, order))
+    with pytest.raises(UsageError, match="begins at step 2, but its trunk has trained with these samples since step 1"):
+        without.without("run", samples=None, shards=["t-000001.tar"], to=4, output=None, overrides=[])
+
+
+@pytest.mark.parametrize(
+    ("polyak", "step", "metrics"), [(0.0, 10, {"accuracy": 0.5}), (0.9, 10, {}), (0.9, 20, {"accuracy": 0.75})]
+)
+def test_metrics_of_averaged_weights_are_not_compared_with_others(polyak: float, step: int, metrics: object) -> None:
+    """A run with `polyak` evaluates averaged weights only after its last step; a repetition always does."""
+    records = [
+        {"kind": "evaluate", "step": 10, "accuracy": 0.5},
+        {"kind": "evaluate", "step": 20, "accuracy": 0.75},
+    ]
+    stage: Any = SimpleNamespace(cfg=SimpleNamespace(polyak=polyak), steps=20, records=records)
+    assert metrics_with(stage, step) == metrics

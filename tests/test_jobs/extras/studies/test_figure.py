@@ -128,6 +128,25 @@ def test_a_curve_is_the_mean_over_the_runs_of_a_row(x, tmp_path, capsys):
     assert "lost of t has no curve, because its runs diverged" in capsys.readouterr().out
 
 
+def test_the_seconds_of_a_curve_are_the_mean_over_the_runs_as_in_the_table(tmp_path):
+    tables = {"t": trained_table(tmp_path / "other")}
+    folder = tmp_path / "other" / "long-00000000"
+    record = artifacts.read_record(folder / "sweep.json")
+    record["runs"][0]["axes"]["seconds"] = 40.0
+    record["runs"][-1]["axes"] = {**record["runs"][0]["axes"], "seconds": 120.0}
+    artifacts.write_record(folder / "sweep.json", record)
+    drawn, _ = draw(tmp_path, {"tables": tables, "y": "loss", "x": "seconds", "curve": True})
+    assert [point["x"] for point in drawn["points"]] == [40.0, 80.0]
+
+
+def test_rows_of_equal_name_in_two_tables_are_two_curves(tmp_path):
+    tables = {name: trained_table(tmp_path / name) for name in ("t", "u")}
+    drawn, folder = draw(tmp_path, {"tables": tables, "y": "loss", "curve": True})
+    assert [point["series"] for point in drawn["points"]] == ["t: a", "t: a", "u: a", "u: a"]
+    text = (folder / "figure.md").read_text()
+    assert [text.count(f"| {name} | a | 8 |") for name in ("t: a", "u: a")] == [1, 1]
+
+
 def test_the_curve_of_a_branch_cannot_be_drawn_over_seconds(tmp_path):
     tables = {"t": trained_table(tmp_path / "other", init="@trunk", begin=4)}
     with pytest.raises(DataError, match="seconds is unknown for some steps of the runs of 'a' of t"):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from data.errors import UsageError
+from pipeline.extras.branches import BranchConfig
 from pipeline.extras.replays.batch import TrainedStage
 from pipeline.training_config import DataConfig, TrainConfig
 
@@ -57,3 +58,14 @@ def test_step_without_a_record_belongs_to_the_last_possible_attempt() -> None:
         stage.config_at(6, 10)
     assert stage_of((0, A, 5)).start_of(4)["world"] == 1
     assert not stage.start_of(0)
+
+
+@pytest.mark.parametrize("commits", [(10, 15, 20), (15, 20)])
+def test_steps_of_the_trunk_are_not_repeated_for_a_branch(commits: Sequence[int]) -> None:
+    """The commit at which a branch begins was trained by its trunk, and may have been deleted."""
+    stage = TrainedStage(Path("cool-00000000"))
+    stage.__dict__["commits"] = dict.fromkeys(commits, Path("commit"))
+    stage.__dict__["cfg"] = BranchConfig(init="trunk", begin=10, steps=20)
+    assert list(stage.bounds) == [10, 15, 20]
+    stage.__dict__["cfg"] = TrainConfig(steps=20)
+    assert list(stage.bounds) == [0, *commits]
