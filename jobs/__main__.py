@@ -92,6 +92,7 @@ TRAINING_EXTRAS = (
     "jobs.extras.engine_check:EngineCheckExtra",
     "jobs.extras.finite_weights:FiniteWeights",
     "jobs.extras.live_audit:LiveAuditExtra",
+    "jobs.extras.new_schedule:NewSchedule",
     "jobs.extras.planning.memory_check:MemoryCheck",
     "jobs.extras.reevaluation:Reevaluation",
     "jobs.extras.slow_worker:SlowWorkerExtra",

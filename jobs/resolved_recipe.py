@@ -114,8 +114,8 @@ class StageKind:
         """Check a stage before it runs: raise an exception for an error, and yield all other results."""
         return ()
 
-    def ways_to_train_longer(self, stage: "Stage", before: Mapping[str, Any], available: "Available") -> Iterable[str]:
-        """Return commands that train a stage for more steps; `before` has the "forbid" fields of its earlier start.
+    def ways_to_train_longer(self, stage: "Stage", folder: Path, available: "Available") -> Iterable[str]:
+        """Return commands that train a stage for more steps; `folder` is that of its earlier start.
 
         Each command is followed by a description of its effect. Called if only the length of the stage has changed.
         """

@@ -32,7 +32,7 @@ from typing import Any
 from data.checks import check_file_name, check_sha256
 from data.errors import DataError, StorageError
 from data.files import error_text, locked, state_folder, write_atomically
-from data.index.index import Index, Origin, Refusals, digest_of
+from data.index.index import Index, Origin, SkippedCounts, digest_of
 from data.index.names import Names
 from data.index.shard import MappedShards, Shard, is_image, open_columns, write_columns
 from data.seal import check_schema
@@ -80,7 +80,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         digest=content["digest"],
         directory=directory,
         tables=path.parent.resolve(),
-        refused=Refusals(Counter(content["refused"]), content["first_refused"]),
+        refused=SkippedCounts(Counter(content["refused"]), content["first_refused"]),
         names=tuple(content["names"]),
         name=path.name.removesuffix(SUFFIX),
         origin=None if content["origin"] is None else Origin(**content["origin"]),
@@ -188,12 +188,12 @@ def write_index(
     shards: Sequence[Shard],
     class_counts: Sequence[int],
     names: Names = (),
-    refused: Refusals | None = None,
+    refused: SkippedCounts | None = None,
     origin: Origin | None = None,
 ) -> Index:
     """Write the index JSON for shards in `directory`, whose tables already exist; return the loaded index."""
     # Store the directory relative to the index, so that both can be moved or mounted elsewhere together.
-    refused = refused or Refusals()
+    refused = refused or SkippedCounts()
     place = str(directory)
     if "://" not in place:
         place = os.path.relpath(place, path.parent)

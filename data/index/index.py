@@ -36,60 +36,19 @@ from typing import Any
 
 import numpy as np
 
-from data.checks import printable
 from data.errors import DataError
 from data.index.names import Names, agreed_names, ids_of
 from data.index.shard import FIELDS, MappedShards, Shard, table_path
 
-MAX_TYPES = 12  # member types counted separately; foreign tars may have any number of types
-OTHER_TYPES = "member of another type"
-MEMBER_TYPE = "member type ."
-MAX_EXTENSION = 16  # maximum displayed length of an extension
-MAX_NAME = 160  # maximum stored length of a member's name
 DIGEST_VERSION = 1  # version of the digest's definition; part of the digest itself
 
 
 @dataclass
-class Refusals:
-    """Counts of skipped members and samples by reason, each with the name of the first one.
-
-    refusals.add_type("tiff", "a/b.tiff")     counts   {"member type .tiff": 1}
-                                              first    {"member type .tiff": "a/b.tiff"}
-    """
+class SkippedCounts:
+    """Counts of the members and samples that indexing skipped, by reason, each with the name of the first one."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
-
-    def add(self, reason: str, name: str | bytes, count: int = 1) -> None:
-        """Count a skipped member or sample; store its name if it is the first one with this reason."""
-        if isinstance(name, bytes):
-            name = name.decode("utf-8", "replace")
-        # Each shard may have different types; limit the set as a whole to as many lines as one shard.
-        is_new_type = reason.startswith(MEMBER_TYPE) and reason not in self.counts
-        if is_new_type and sum(known.startswith(MEMBER_TYPE) for known in self.counts) >= MAX_TYPES:
-            reason = OTHER_TYPES
-        self.counts[reason] += count
-        self.first.setdefault(reason, name[:MAX_NAME])
-
-    def add_type(self, extension: str, name: str | bytes) -> None:
-        """Count a member with an unsupported extension."""
-        self.add(f"{MEMBER_TYPE}{extension[:MAX_EXTENSION]}", name)
-
-    def add_all(self, other: Refusals, shard: str) -> None:
-        """Add the counts of a shard, which `shard` names."""
-        for reason, count in other.counts.items():
-            first = other.first.get(reason, "")
-            self.add(reason, f"{first} of {shard}" if first else shard, count)
-
-    def lines(self, label: str = "") -> list[str]:
-        """Return one line per reason, most frequent first, safe to print on a terminal."""
-        lines = []
-        for reason, count in self.counts.most_common():
-            line = f"{label}{count:,} × {reason}"
-            if reason in self.first:
-                line += f", first {self.first[reason]}"
-            lines.append(printable(line))
-        return lines
 
 
 @dataclass(frozen=True)
@@ -122,7 +81,9 @@ class Index:
     digest: str
     directory: str  # path or URL of the folder of the tars
     tables: Path = field(compare=False)  # folder of the tables
-    refused: Refusals = field(default_factory=Refusals, compare=False)  # members and samples that indexing skipped
+    refused: SkippedCounts = field(
+        default_factory=SkippedCounts, compare=False
+    )  # members and samples that indexing skipped
     names: Names = ()  # class names in the order of their ids; may exceed `classes`; () if unknown
     name: str = field(default="", compare=False)  # file name of the JSON, without its suffix
     origin: Origin | None = field(default=None, compare=False)  # set for a subset; None for whole tars

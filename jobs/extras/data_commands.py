@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from data.errors import Preempted, UsageError
+from data.extras.sources.refusals import refusal_lines
 from pipeline.values import counted
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def set_document(index: "Index", *, with_gap: bool = False) -> dict[str, Any]:
     ]
     if index.names:
         lines.append(f"class names: {preview(index.names)}")
-    lines += index.refused.lines("refused: ")
+    lines += refusal_lines(index.refused, "refused: ")
     tried, failed = decoded_samples(index)
     if failed:
         lines.append(f"decoded {tried:,} evenly spaced samples: {failed / tried:.1%} of them are not images")

@@ -114,8 +114,8 @@ def indexes_at(path: Path) -> list[Path]:
 
 def samples_of_tar(path: Path, names: Sequence[str]) -> Iterator[GivenImage]:
     """Yield the samples of a tar without an index; a label is an id, or one of these class names."""
+    from data.extras.sources.refusals import Refusals
     from data.extras.sources.tars import samples_in
-    from data.index.index import Refusals
     from data.index.names import NoLabel, ids_of, parse_labels
 
     ids = ids_of(tuple(names))

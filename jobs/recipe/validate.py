@@ -24,9 +24,8 @@ from data.errors import DataError, ExitCode, PatchlineError
 from jobs.recipe import class_names
 from jobs.recipe.records import changes_since, unfinished_folder
 from jobs.resolved_recipe import Available, Campaign, CheckResult, MissingInput, Stage
-from jobs.stage_folders import CHECKPOINTS, RECORD, stages_in
+from jobs.stage_folders import RECORD, stages_in
 from pipeline import artifacts
-from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
 LENGTH = ("steps", "passes", "optim.schedule.cooldown_steps")  # fields that change only how long a stage trains
@@ -96,16 +95,7 @@ def ways_to_train_longer(stage: Stage, folder: Path, changed: Collection[str], a
     """Return lines with the commands that train a stage for more steps; "" if other settings have changed too."""
     if not stage.kind.trains or not changed or not set(changed) <= set(LENGTH):
         return ""
-    before = artifacts.read_record(folder / RECORD)["forbid"]
-    ways = list(stage.kind.ways_to_train_longer(stage, before, available))
-    saved = [] if available.campaign.remote is not None else committed(folder / CHECKPOINTS)
-    if saved and not (folder / artifacts.DONE).exists():
-        ways.append(
-            "start a new schedule from its newest weights: python -m jobs export "
-            f"{shlex.quote(f'{folder}/step-{step_of(saved[0])}')} "
-            f"FOLDER, then add {stage.source}.init=FOLDER --fresh\n      "
-            "with new optimizer state, warm-up and sample order; step 0 has the weights of the checkpoint"
-        )
+    ways = stage.kind.ways_to_train_longer(stage, folder, available)
     return "".join(f"\n  to train longer, {way}" for way in ways)
 
 

@@ -80,7 +80,7 @@ class TrainingExtra:
         """Check a stage before it runs: raise the first error, and yield warnings and other results."""
         return ()
 
-    def ways_to_train_longer(self, stage: Stage, before: Mapping[str, Any], available: Available) -> Iterable[str]:
+    def ways_to_train_longer(self, stage: Stage, folder: Path, available: Available) -> Iterable[str]:
         """Return commands that train a stage for more steps, in the format of the method of StageKind."""
         return ()
 
@@ -181,10 +181,10 @@ class Training(StageKind):
             commands += more_commands
         return fields, commands
 
-    def ways_to_train_longer(self, stage: Stage, before: Mapping[str, Any], available: Available) -> Iterator[str]:
+    def ways_to_train_longer(self, stage: Stage, folder: Path, available: Available) -> Iterator[str]:
         """Yield the commands that the extras suggest to train a stage for more steps."""
         for extra in self.extras:
-            yield from extra.ways_to_train_longer(stage, before, available)
+            yield from extra.ways_to_train_longer(stage, folder, available)
 
     def model(self, cfg: TrainConfig, source: ModelConfig | None) -> ModelConfig | None:
         """Return the architecture of the trained model; None if the initial weights are missing."""

@@ -36,10 +36,11 @@ from data.errors import DataError, StorageError
 from data.extras.doctor.report import Report, ShardReport
 from data.extras.shards.packing import add_restarts, pack
 from data.extras.shards.parallel import Progress, in_parallel
+from data.extras.sources.refusals import Refusals
 from data.extras.sources.samples import RawSample, Sample, kind_of
 from data.extras.sources.tar_offsets import mapped, walk
 from data.images.decode import BadImage, decode, decode_whole, library, read_header
-from data.index.index import Index, Refusals
+from data.index.index import Index
 from data.index.shard import sample_digest
 from data.reader import read_labels
 from data.remote.cache import Cache

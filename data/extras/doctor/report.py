@@ -10,8 +10,9 @@ from hashlib import blake2b
 import numpy as np
 
 from data.checks import printable
+from data.extras.sources.refusals import Refusals, refusal_lines
 from data.images.decode import Header
-from data.index.index import Index, Refusals
+from data.index.index import Index
 from data.index.names import preview
 
 FEW_SHARDS = 16  # up to this number, small shards are not a problem
@@ -136,7 +137,7 @@ class Report:
         bad = self.bad
         for reason, count in bad.counts.most_common():
             lines.append(f"bad: {count} × {reason}, first {printable(bad.first[reason])}")
-        lines += self.refused.lines("refused: ")
+        lines += refusal_lines(self.refused, "refused: ")
 
         # Labels, damaged images and duplicates.
         if most_labels > 1:

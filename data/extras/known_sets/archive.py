@@ -23,8 +23,8 @@ from PIL import Image, UnidentifiedImageError
 from data.checks import printable
 from data.errors import DataError
 from data.extras.sources.members import members
+from data.extras.sources.refusals import Refusals, refusal_lines
 from data.extras.sources.samples import Archive, Sample, kind_of
-from data.index.index import Refusals
 
 MAX_LIST_BYTES = 1 << 30  # largest size in bytes of a file that is not an image; CIFAR-100's train.bin has 154 MB
 
@@ -97,7 +97,7 @@ def as_image(raw: bytes, name: str, changed: Refusals) -> tuple[bytes, str]:
 def log_notes(source: Path, notes: Refusals) -> None:
     """Log a warning for each reason why files in a source were skipped or converted."""
     log = logging.getLogger(__name__)
-    for line in notes.lines():
+    for line in refusal_lines(notes):
         log.warning("%s: %s", source, line)
 
 

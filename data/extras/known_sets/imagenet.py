@@ -29,10 +29,10 @@ from data.errors import DataError
 from data.extras.known_sets.archive import log_notes, read_members
 from data.extras.sources.folders import folder_classes
 from data.extras.sources.members import is_compressed
+from data.extras.sources.refusals import Refusals
 from data.extras.sources.samples import Published, Sample
 from data.extras.sources.tar_offsets import mapped, members
 from data.extras.sources.walk import files_below
-from data.index.index import Refusals
 from data.index.names import Names, preview
 from data.index.shard import IMAGES, is_image
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from data.errors import DataError
 from data.extras.known_sets.archive import log_notes
 from data.extras.sources.members import Member, members, tar_members
+from data.extras.sources.refusals import Refusals
 from data.extras.sources.samples import Published, Sample, kind_of
-from data.index.index import Refusals
 from data.index.names import Names, preview
 
 WNID = re.compile(r"n\d{8}")

@@ -25,8 +25,8 @@ from data.extras.known_sets import imagenet, imagenet21k, objectnet
 from data.extras.known_sets.archive import as_image, encode, first_present, log_notes, read_members, text_of
 from data.extras.known_sets.vtab_prepared import VTAB
 from data.extras.sources.members import members
+from data.extras.sources.refusals import Refusals
 from data.extras.sources.samples import Archive, Published, Sample
-from data.index.index import Refusals
 from data.index.names import Names, preview
 
 # ------------------------------------------------------------------------------------------------ CIFAR

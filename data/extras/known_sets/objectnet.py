@@ -25,8 +25,8 @@ import numpy as np
 from data.errors import DataError
 from data.extras.known_sets.archive import encode, log_notes, read_members
 from data.extras.sources.members import members
+from data.extras.sources.refusals import Refusals
 from data.extras.sources.samples import Published, Sample
-from data.index.index import Refusals
 from data.index.names import Names
 
 FOLDERS = "folder_to_objectnet_label.json"

@@ -25,8 +25,8 @@ from data.errors import DataError
 from data.extras.known_sets.archive import as_image, encode, log_notes
 from data.extras.known_sets.vtab_records import features, records
 from data.extras.known_sets.vtab_tasks import NAMES, TASKS, Split, VtabTask, label_of
+from data.extras.sources.refusals import Refusals
 from data.extras.sources.samples import Archive, Published, Sample
-from data.index.index import Refusals
 from data.index.names import Names
 
 INFO = "dataset_info.json"

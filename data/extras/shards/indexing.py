@@ -42,11 +42,12 @@ from data.extras.shards.journal import IndexJournal, Record
 from data.extras.shards.parallel import Progress, in_parallel, set_on_error
 from data.extras.sources.listing import RemoteFile, list_tars, size_of
 from data.extras.sources.numbering import PAIRS, are_pairs
+from data.extras.sources.refusals import Refusals
 from data.extras.sources.tar_offsets import DOTTED, Walk, check_nothing_excluded, mapped, walk
 from data.extras.sources.walk import matching
 from data.images.decode import MAX_BYTES, BadImage, decode, read_header
 from data.index.document import SUFFIX, image_folders, load_index
-from data.index.index import Index, Refusals
+from data.index.index import Index
 from data.index.names import (
     MAX_CLASSES,
     NO_LABEL,

@@ -19,8 +19,9 @@ import psutil
 
 from data.errors import DataError
 from data.extras.sources.numbering import are_captions
+from data.extras.sources.refusals import Refusals
 from data.index.document import SUFFIX, write_index
-from data.index.index import Index, Refusals
+from data.index.index import Index
 from data.index.names import NO_NAME, Names, preview
 from data.index.shard import Shard
 from data.seal import Journal

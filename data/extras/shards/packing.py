@@ -36,12 +36,13 @@ from data.extras.shards.indexing import count_unreadable
 from data.extras.shards.journal import IndexJournal, Record
 from data.extras.shards.parallel import Progress, set_on_error
 from data.extras.sources.numbering import PAIRS, are_pairs
+from data.extras.sources.refusals import Refusals
 from data.extras.sources.samples import Sample
 from data.extras.sources.tar_offsets import MAX_KEY, mapped, walk
 from data.files import atomic_file
 from data.images.decode import BadImage, library, read_header
 from data.index.document import SUFFIX, load_index
-from data.index.index import Index, Refusals, digest_of
+from data.index.index import Index, digest_of
 from data.index.names import MAX_CLASSES, Names
 from data.index.shard import Shard, table_path, write_table
 

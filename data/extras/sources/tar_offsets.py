@@ -32,7 +32,7 @@ import numpy as np
 
 from data.error_pages import LONGEST, words_of
 from data.errors import DataError
-from data.index.index import Refusals
+from data.extras.sources.refusals import Refusals
 from data.index.names import preview
 from data.index.shard import COMPRESSED, FIELDS, IMAGES, SampleRow, label_digest, sample_digest
 

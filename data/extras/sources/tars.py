@@ -22,6 +22,7 @@ from data.errors import DataError
 from data.extras.sources.folders import files_of
 from data.extras.sources.members import Member, is_compressed, members
 from data.extras.sources.numbering import are_captions
+from data.extras.sources.refusals import Refusals, refusal_lines
 from data.extras.sources.samples import RawSample, Sample, kind_of
 from data.extras.sources.tar_offsets import (
     DOTTED,
@@ -42,7 +43,6 @@ from data.extras.sources.tar_offsets import (
 )
 from data.images.decode import MAX_BYTES
 from data.index.document import SUFFIX, load_index
-from data.index.index import Refusals
 from data.index.names import NO_NAMES, Names, NoLabel, parse_labels
 from data.index.shard import COMPRESSED, IMAGES
 
@@ -94,7 +94,7 @@ def tars(
             # Different tars may use the same keys: add the name of the tar.
             yield Sample(f"{stem}/{key}", encoded, labels, kind_of(encoded))
         excluded.add_all(refused, path.name)
-    lines = excluded.lines()
+    lines = refusal_lines(excluded)
     if not is_usable:
         remedy = (
             "  expected class ids in a .cls, or as `label` in a .json\n"
@@ -110,7 +110,7 @@ def tars(
         )
     if renamed.counts:
         logging.getLogger(__name__).warning(
-            "%s: some samples were packed under another key: %s", source, renamed.lines()[0]
+            "%s: some samples were packed under another key: %s", source, refusal_lines(renamed)[0]
         )
     if lines:
         logging.getLogger(__name__).warning("%s: some samples were not packed: %s", source, "; ".join(lines))

@@ -14,6 +14,7 @@ from data.extras.shards.packing import pack
 from data.extras.shards.subset import Part, make_subsets, summary
 from data.extras.sources.folders import files_of, folder_classes
 from data.extras.sources.numbering import Numbering
+from data.extras.sources.refusals import refusal_lines
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index
 from data.index.names import Names
@@ -299,5 +300,5 @@ def report_set(name: str, index: Index, context: Context) -> None:
     """Log the size of a data set, and the samples skipped by packing or indexing."""
     classes = "without labels" if index.classes == 0 else f"{index.classes} classes"
     context.log(f"{name}: {index.samples} samples in {counted(len(index.shards), 'shard')}, {classes}")
-    for line in index.refused.lines("refused: "):
+    for line in refusal_lines(index.refused, "refused: "):
         context.log(f"{name}: {line}")

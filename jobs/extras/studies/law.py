@@ -8,7 +8,7 @@
 3. A recipe's `budget` limits the compute of all its training stages; it is checked before the first stage starts.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -19,6 +19,7 @@ import models
 from data.errors import ConfigError, DataError
 from jobs.extras.studies.axes import AT_A_STEP, axes_at
 from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, Reads, Stage, reference
+from jobs.stage_folders import RECORD
 from jobs.stages.training import TrainingExtra, planned_steps
 from models.checks import did_you_mean
 from pipeline import artifacts, config
@@ -62,13 +63,14 @@ class Branches(TrainingExtra):
             check_law(stage, available)
         yield from ()
 
-    def ways_to_train_longer(self, stage: Stage, before: Mapping[str, Any], available: Available) -> Iterator[str]:
+    def ways_to_train_longer(self, stage: Stage, folder: Path, available: Available) -> Iterator[str]:
         """Yield the command that continues a stage as a branch, or the reason why its schedule does not allow this.
 
         The command first trains the stage to its earlier length. The cool-down of the branch lasts a tenth of the total
         number of steps.
         """
         cfg = stage.config
+        before = artifacts.read_record(folder / RECORD)["forbid"]
         earlier = replace(cfg, steps=before.get("steps"), passes=before.get("passes"))
         begin = planned_steps(earlier, available)
         steps = planned_steps(cfg, available)

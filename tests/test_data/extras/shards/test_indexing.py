@@ -17,9 +17,9 @@ import webdataset
 from data.errors import DataError
 from data.extras.shards.indexing import build_index, local_tars
 from data.extras.shards.packing import pack
+from data.extras.sources.refusals import MAX_TYPES
 from data.extras.sources.samples import Sample
 from data.index.document import load_index
-from data.index.index import MAX_TYPES
 from data.reader import ShardReader
 from jobs.__main__ import main
 from tests.support.shards import digits, write_set

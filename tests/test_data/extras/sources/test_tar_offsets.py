@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
+from data.extras.sources.refusals import Refusals
 from data.extras.sources.tar_offsets import (
     BLOCK,
     DOTTED,
@@ -21,7 +22,6 @@ from data.extras.sources.tar_offsets import (
     read_pax,
     walk,
 )
-from data.index.index import Refusals
 from data.index.names import parse_labels
 from tests.support.foreign_tars import header, members_by_tarfile, old, padded
 from tests.support.tars import tar_of

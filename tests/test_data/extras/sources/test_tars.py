@@ -14,10 +14,10 @@ from data.errors import DataError
 from data.extras.shards.indexing import build_index
 from data.extras.shards.packing import pack
 from data.extras.sources.members import Member
+from data.extras.sources.refusals import Refusals
 from data.extras.sources.samples import Sample
 from data.extras.sources.tar_offsets import BLOCK, HIDDEN, walk
 from data.extras.sources.tars import compressed_samples, tars
-from data.index.index import Refusals
 from data.reader import ShardReader
 from jobs.__main__ import main
 from tests.support.archives import packed, picture, tar_bytes
