@@ -204,7 +204,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         level = LEVELS_I1K[chosen.row]
     layers, magnitude, mixup = AUGREG[level]
     if layers and image_size < SMALL:
-        reasons.insert(0, f"no RandAugment, which lowers the accuracy of small images, because {seen}")
+        reasons.insert(0, f"no RandAugment, because {seen}, and AugReg's levels lower the accuracy of such images")
     elif layers:
         crop |= {"randaug_layers": layers, "randaug_magnitude": magnitude}
         reasons.insert(0, f"level {level} of AugReg (Steiner et al. 2022)")

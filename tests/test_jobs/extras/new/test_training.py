@@ -122,7 +122,7 @@ def test_small_images_get_no_randaugment(monkeypatch):
     assert choice.augment == {"min_area": 0.3}
     assert choice.mixup == 0.2
     assert choice.reasons == [
-        "no RandAugment, which lowers the accuracy of small images, because the model sees images of 32 px",
+        "no RandAugment, because the model sees images of 32 px, and AugReg's levels lower the accuracy of such images",
         "crops of at least 30 % of the area, because the model sees images of 32 px",
     ]
 
