@@ -98,7 +98,14 @@ def test_decoding_processes_wait_for_a_shard_as_long_as_it_grows(faulty, local, 
     monkeypatch.setattr(cache_module, "read_range", slow)
     monkeypatch.setattr(cache_module, "PIECE", size // 16)
     cache = CacheConfig(str(tmp_path), fetchers=8, **PATIENT)
-    images = take(faulty.index, cache, steps=1, processes=1, timeout_s=4.0)
+    index = faulty.index
+    with ThreadPoolExecutor(len(index.shards)) as pool:
+        # Begin the downloads before the decoding process starts, which would otherwise fetch the shards itself.
+        for number, shard in enumerate(index.shards):
+            pool.submit(Cache(cache).path, index.location(number), shard)
+        while len({url for url, *_ in calls}) < len(index.shards):
+            time.sleep(0.01)
+        images = take(index, cache, steps=1, processes=1, timeout_s=4.0)
     assert torch.equal(images, take(local, None, steps=1))
     assert len(calls) > 16
 

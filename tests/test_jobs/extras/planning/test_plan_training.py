@@ -140,7 +140,7 @@ def test_the_time_of_a_stage_that_resumes_is_marked_as_that_of_all_its_steps(rec
     [stage] = [stage for stage in before["stages"] if stage["name"] == "pretrain"]
     assert "finished steps" not in before["time"]
     folder = Path(before["run"]) / f"pretrain-{stage['key'][:8]}"
-    (folder / "checkpoints" / "step-00000012").mkdir(parents=True)
+    (folder / "checkpoints" / "step-0000000012").mkdir(parents=True)
     assert main([*words, "--json"]) == 0
     after = json.loads(capsys.readouterr().out)
     assert "includes the finished steps of pretrain" in after["time"]
