@@ -3,7 +3,7 @@
 - `RunLog` prints the lines of the workers and of the driver, and writes them to log.txt.
 - `status_file` maintains status.json: whether the command is running, or how it ended. The exit code is not enough,
   because Ray Jobs reports only 0 or 1.
-- `log_table` logs the results of all stages, and the run's path or URL.
+- `log_table` logs the results of all stages.
 """
 
 import json

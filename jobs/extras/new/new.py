@@ -38,7 +38,7 @@ from jobs.terminal import activity, as_typed, echo
 from pipeline.architecture import model_config
 from pipeline.artifacts import check_weights, load_weights
 from pipeline.evaluation.any_weights import is_foreign
-from pipeline.values import amount, duration, flow_yaml
+from pipeline.values import amount, counted, duration, flow_yaml
 
 if TYPE_CHECKING:  # imports torch, which takes seconds and would delay an error about a path without images
     from jobs.extras.new.training import Machine, TrainingChoice
@@ -207,6 +207,12 @@ def inspect_and_write(
             echo(f"to train on classes, {HOW_TO_ADD_CLASSES[sets.train.source]}")
     elif sets.held_out:
         echo(f"held out: {sets.held_out}% of each class for evaluation, because no part is named val or test")
+        single = [name for name, images in sets.train.class_counts.items() if images == 1]
+        if single:
+            echo(
+                f"{counted(len(single), 'class')} with one image: {preview(single)}; classes whose image is held out "
+                "cannot be learned: add images, or remove these classes"
+            )
     elif sets.train.classes:
         echo("held out: nothing, because most classes have too few images; accuracy is not measured")
 

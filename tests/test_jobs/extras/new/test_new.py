@@ -434,6 +434,20 @@ def test_the_median_size_is_printed_and_grey_images_are_read(tmp_path, capsys):
     assert stage.model.image_size == (64, 64)
 
 
+def test_classes_with_one_image_are_named_if_a_part_is_held_out(tmp_path, capsys):
+    import cv2
+    import numpy as np
+
+    for name, images in {"a": 10, "b": 10, "c": 10, "rare": 1}.items():
+        (tmp_path / "set" / name).mkdir(parents=True)
+        for number in range(images):
+            cv2.imwrite(str(tmp_path / "set" / name / f"{number}.png"), np.full((64, 64), number, np.uint8))
+    new(tmp_path / "set")
+    printed = capsys.readouterr().out
+    assert "held out: 20% of each class" in printed
+    assert "1 class with one image: 'rare'; classes whose image is held out cannot be learned" in printed
+
+
 def test_each_recipe_has_a_separate_run(tmp_path, capsys):
     samples = three_digits()
     (tmp_path / "input").mkdir()
