@@ -43,6 +43,7 @@ from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import Tags, require, tags
 
+MEAN = "mean"  # name of the row with the mean of all runs, in a table with groups
 TABLE = "sweep"  # kind of the stage that builds the table (jobs/extras/studies/table.py)
 GRID = "grid"  # last part of the name of a grid's table
 FINAL = "final"  # last part of the name of the run with the best values if there are no seeds
@@ -86,6 +87,7 @@ class SweepConfig:
                 values = (fields or {}).get(part, {})
                 require(isinstance(values, Mapping), f"each.{name}.{part} is {values!r}, expected a section of fields")
         for group, names in self.groups.items():
+            require(group != MEAN, f"groups.{MEAN} has the name of the mean of all runs\n  rename the group")
             check_twice(f"groups.{group}", names)
             for name in names:
                 require(
@@ -165,7 +167,7 @@ def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], objec
             # If the runs have parents, define the groups separately for each parent row.
             before = "" if parent is None else f"{parent.row}, "
             if sweep.groups:
-                for group, members in {**sweep.groups, "mean": list(sweep.each)}.items():
+                for group, members in {**sweep.groups, MEAN: list(sweep.each)}.items():
                     groups[before + group] = [before + member for member in members]
 
         # 2. Add the table of all runs last, under the section's name. Without held_out, the best row of a grid is

@@ -222,6 +222,7 @@ def test_an_impossible_chain_is_refused(sections, message):
             {"each": {"cars": None}, "groups": {"g": ["cras"]}},
             "groups.g contains 'cras', which is not in each; did you mean 'cars'?",
         ),
+        ({"each": {"cars": None}, "groups": {"mean": ["cars"]}}, "groups.mean has the name of the mean of all runs"),
     ],
 )
 def test_an_impossible_sweep_is_refused(varies, message):
