@@ -219,6 +219,7 @@ for way in ("given back", "kept"):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives back what mallopt can have it keep")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="workers on GPUs leave malloc as it is")
+@pytest.mark.slow
 def test_cpu_worker_keeps_freed_memory_without_changing_bits():
     """Use four tensors of 64 MiB: 65,536 pages of 4 KiB, which the kernel would zero at every step.
 

@@ -380,6 +380,7 @@ def test_in_a_browser_a_click_sorts_the_runs_and_the_mouse_shows_values(tmp_path
         assert browser.value(f"{visible}.map(e => e.textContent).join()").startswith("step 6, 96 samples seenrun-0 ")
 
 
+@pytest.mark.slow
 def test_a_page_of_a_million_steps_is_small_and_keeps_outliers(tmp_path, shards, capsys):
     folder = make_run(tmp_path / "run", shards)
     random = np.random.default_rng(0)

@@ -357,6 +357,7 @@ def test_failed_tracer_raises_an_error_and_caches_nothing(program, expected, pro
     assert memory_traces.cached_trace(step_of()) is None
 
 
+@pytest.mark.slow
 def test_one_process_traces_all_steps_and_is_replaced_after_its_end(processes):
     steps = [step_of(2, 2, zero=zero) for zero in (1, 2)]
     first, second = map(memory_traces.run_tracer, steps)
