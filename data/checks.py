@@ -94,6 +94,11 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
+def encodable(text: str) -> str:
+    """Escape the characters that UTF-8 cannot encode; they come from names of files that are not UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def redacted(url: str) -> str:
     """Return the URL without user, password, query and fragment, because each may contain a secret.
 

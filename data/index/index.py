@@ -81,9 +81,7 @@ class Index:
     digest: str
     directory: str  # path or URL of the folder of the tars
     tables: Path = field(compare=False)  # folder of the tables
-    refused: SkippedCounts = field(
-        default_factory=SkippedCounts, compare=False
-    )  # members and samples that indexing skipped
+    refused: SkippedCounts = field(default_factory=SkippedCounts, compare=False)  # what indexing skipped
     names: Names = ()  # class names in the order of their ids; may exceed `classes`; () if unknown
     name: str = field(default="", compare=False)  # file name of the JSON, without its suffix
     origin: Origin | None = field(default=None, compare=False)  # set for a subset; None for whole tars

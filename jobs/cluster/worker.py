@@ -34,6 +34,7 @@ from typing import Any, NotRequired, TypedDict
 
 import psutil
 
+from data.checks import encodable
 from data.errors import ClusterError
 from data.files import SAME_STORAGE, error_text, look_for, write_with_reserve
 from pipeline.monitoring.watchdog import NODE_FOLDER
@@ -176,10 +177,9 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
         # If the value is not JSON, this raises, so that it is reported as this worker's error.
         json.dumps(end)
     except BaseException as error:
-        # Names of files that are not UTF-8 contain characters that no log could encode.
-        trace = traceback.format_exc().encode(errors="backslashreplace").decode()
-        text = error_text(error) if isinstance(error, OSError) else str(error)
-        text = text.encode(errors="backslashreplace").decode()
+        # Both may contain names of files.
+        trace = encodable(traceback.format_exc())
+        text = encodable(error_text(error) if isinstance(error, OSError) else str(error))
         if len(text) > MAX_ERROR_LENGTH:
             text = f"{text[: MAX_ERROR_LENGTH // 2]} … {text[-MAX_ERROR_LENGTH // 2 :]}"
         exit_code = getattr(error, "exit_code", None)

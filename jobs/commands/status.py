@@ -85,14 +85,15 @@ def status_document(folders: Sequence[Path], storage: Storage) -> Document:
     is_rays = last.lease is not None and last.lease["job"].startswith(RAY_JOB)
     if last.state in ("stopped", "killed"):
         resume = resume_command(storage.local)
-        steps.append({"do": "instead", "command": resume, "text": f"to resume, run {resume}"})
         # A submitted job reads its recipe from its own environment, so its command does not work elsewhere.
         if is_rays or " env:" in last.command:
             run = shlex.quote(storage.address())
-            steps = [{"do": "read", "text": f"to resume, run python -m jobs submit RECIPE run={run}"}]
+            steps.append({"do": "read", "text": f"to resume, run python -m jobs submit RECIPE run={run}"})
         # After a refused command, only the user knows the right one.
         elif resume != last.command:
-            steps = [{"do": "read", "text": f"to resume, run {resume}"}]
+            steps.append({"do": "read", "text": f"to resume, run {resume}"})
+        else:
+            steps.append({"do": "instead", "command": resume, "text": f"to resume, run {resume}"})
     address = storage.address()
     command = asdict(last)
     del command["has_lease"]

@@ -27,6 +27,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.checks import encodable
+
 STEP = ("data", "forward", "backward", "reduce", "save")  # phases of the training loop
 # A worker dumps its stacks into its log at this share of the timeout, before the driver ends it.
 DUMP_AT = 0.8
@@ -64,7 +66,7 @@ class Phases:
         """
         self.entered += 1
         self.on_enter(phase, step)
-        shard = shard.encode(errors="backslashreplace").decode()  # a name that is not UTF-8 cannot be logged
+        shard = encodable(shard)
         if len(shard) > LONGEST_SHARD:
             # Keep the end of the name, because shard names differ there.
             shard = "…" + shard[1 - LONGEST_SHARD :]

@@ -1,6 +1,7 @@
 """Checks of names, numbers and texts from users."""
 
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from data.checks import (
     check_file_name,
     check_name,
     check_sha256,
+    encodable,
     few,
     more_than_0,
     printable,
@@ -98,3 +100,8 @@ def test_zero_is_not_more_than_zero(value, passes):
     else:
         with pytest.raises(ConfigError, match=r"rate is .*, expected more than 0"):
             more_than_0(config, "rate")
+
+
+def test_a_name_that_is_not_utf_8_can_be_encoded():
+    assert encodable(os.fsdecode(b"caf\xe9.tar")) == "caf\\udce9.tar"
+    assert encodable("café.tar") == "café.tar"

@@ -21,11 +21,7 @@ MAX_NAME = 160  # maximum stored length of a member's name
 
 @dataclass
 class Refusals(SkippedCounts):
-    """Counts of skipped members and samples by reason, each with the name of the first one.
-
-    refusals.add_type("tiff", "a/b.tiff")     counts   {"member type .tiff": 1}
-                                              first    {"member type .tiff": "a/b.tiff"}
-    """
+    """Counts that grow while a tar or an archive is read."""
 
     def add(self, reason: str, name: str | bytes, count: int = 1) -> None:
         """Count a skipped member or sample; store its name if it is the first one with this reason."""

@@ -651,9 +651,8 @@ def inspect_index(folder: Path, report: Report) -> FoundSet:
         image_set.class_counts[name] = count
     if index.classes:
         image_set.most_labels = 1
-        image_set.labelled = min(
-            sum(index.class_counts), index.samples
-        )  # a sample with several labels counts several times
+        # A sample with several labels counts several times.
+        image_set.labelled = min(sum(index.class_counts), index.samples)
     if sum(index.class_counts) > index.samples:
         image_set.most_labels = int(index.table(0)["label_size"].max(initial=1) + 1) // 2
     if index.remote:

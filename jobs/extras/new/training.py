@@ -53,7 +53,8 @@ MEASURED_S = 0.5  # duration of a speed measurement
 MAX_MEASURED_FLOPS = 2e11  # maximum FLOPs of one measured pass
 PATCHES = 8  # minimum number of patches along each side
 # Pixels; in smaller images, a crop of 5 % of the area shows almost nothing, and the original RandAugment shifts by 10 ×
-# magnitude pixels. In proportion to images of 32 pixels, it cost three points (benchmarks/README.md, "RandAugment").
+# magnitude pixels. AugReg's levels, in proportion to images of 32 pixels, cost two to three points of accuracy
+# (benchmarks/README.md, "RandAugment of small images").
 SMALL = 128
 # Smallest first: name, changes to the row in the table of model sizes, name in AugReg's tables.
 SIZES: tuple[tuple[str, dict[str, int], str], ...] = (
